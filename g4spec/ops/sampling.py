@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
@@ -114,7 +114,7 @@ class Sampler:
     min_p: float = 0.0
     seed: int = 0
     suppress: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: Sequence[tuple[int, float]] = ()
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

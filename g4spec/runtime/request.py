@@ -40,7 +40,7 @@ class Options:
         n_predict: maximum number of new tokens.
         sampler: sampling settings.
         draft_max: maximum number of drafted tokens per step, 0 to 15, or "auto".
-        stop: strings that end generation and are not part of the text.
+        stop: strings that end generation and are not part of the text. Kept as a tuple.
         ignore_eos: continue after stop tokens.
         logprobs: number of top log-probabilities to report for each token; 0: only that of the
             token, None: none. They belong to the unfiltered distribution at temperature 1.
@@ -57,7 +57,7 @@ class Options:
     n_predict: int = 256
     sampler: Sampler = field(default_factory=Sampler)
     draft_max: int | Literal["auto"] = "auto"
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] | list[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     sampled_logprobs: bool = False

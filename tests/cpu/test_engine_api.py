@@ -769,6 +769,13 @@ def test_the_number_of_texts_is_limited(n: int) -> None:
         Options(n=n)
 
 
+def test_options_may_be_lists() -> None:
+    """They are kept as tuples. Type checkers refused them, and still refuse one text."""
+    options, sampler = Options(stop=["a", "b"]), Sampler(logit_bias=[(3, 1.0)])
+    assert options.stop == ("a", "b") and sampler.logit_bias == ((3, 1.0),)
+    assert hash(sampler) == hash(Sampler(logit_bias=((3, 1.0),)))
+
+
 def test_options_may_be_iterators() -> None:
     """The checks consumed them, after which they had no effect."""
     options = Options(stop=iter(["a", "b"]))  # type: ignore[arg-type]
