@@ -68,7 +68,9 @@ def document() -> str:
             INTRO,
             "## Tensor types\n",
             _table(TYPES, types()),
-            f"Mixes that `--type` also writes: {', '.join(m.upper() for m in mixes)}.\n",
+            f"Mixes that `--type` also writes: {', '.join(m.upper() for m in mixes)}. "
+            f"Q3_K, Q4_K and\nQ5_K are one type for all layers; llama.cpp uses these names for the "
+            "mixes that end in `_M`.\n",
             "## Kinds\n",
             _table(("kind", "architecture of its GGUF"), kinds()),
             "What a draft of each kind may have, and what is refused, is in "

@@ -87,7 +87,7 @@ def _convert(found: DetectedSource, output: Output, mix: Mix, target: Path | Non
     output_checks.refuse_overwrite(output, info.files)
     config, tensors, canonical_names, notes, dropped = read(found, info)
     plan = planning.build(found.kind, config, tensors, mix, info.n_tokens, canonical_names)
-    notes = [*notes, *plan.replaced_types()]
+    notes = [*notes, *plan.notes()]
     plan = replace(plan, tensors=(*plan.tensors, *dropped))
     computed = _computed_values(plan, tensors, config)
     kv = _metadata(found, config, mix, info, computed, plan, output, target)
@@ -308,7 +308,7 @@ def _requantize(
     if change:
         output_checks.refuse_copy(file, output.path, rows)
     plan = Plan(rows, choice)
-    notes = [*notes, *plan.replaced_types()]
+    notes = [*notes, *plan.notes()]
     weights = _weights(file, plan, importance, notes) if importance else {}
     file_type = _file_type(plan, mix)
     kv = {

@@ -67,14 +67,17 @@ class Plan:
         kept = [r.type for r in self.tensors if r.action in ("copy", "make")]
         return {t: kept.count(t) for t in sorted(set(kept))}
 
-    def replaced_types(self) -> list[str]:
-        """Return a note for each type that was asked for and that tensors do not have, because
-        their rows do not divide into its blocks."""
-        counts: Counter[tuple[str, str, str]] = Counter()
+    def notes(self) -> list[str]:
+        """Return a note for a type that is a mix in llama.cpp, and for each type that was asked for
+        and that tensors do not have, because their rows do not divide into its blocks."""
+        name, counts = self.chooser.mix.name, Counter[tuple[str, str, str]]()
+        mix, own = f"{name}_m", list[str]()
+        if mix in policy.names():
+            own = [f"{name}: one type for all layers; in llama.cpp {name.upper()} is the mix {mix}"]
         for row in self.with_action("copy"):
             if found := self.chooser.replaced(row.name or "", row.shape, row.type):
                 counts[found[0], row.type, found[1]] += 1
-        return [
+        return own + [
             f"{asker}: {f'{n} tensors are' if n > 1 else '1 tensor is'} {type}, not {asked}"
             for (asker, type, asked), n in counts.items()
         ]

@@ -223,6 +223,19 @@ def test_types_that_rows_do_not_divide_into_are_noted(full: Path, tmp_path: Path
     assert not convert(source, tmp_path / "b.gguf", type="bf16").notes
 
 
+@pytest.mark.parametrize("type", ["q3_k", "q4_k", "q5_k"])
+def test_names_that_llama_cpp_uses_for_mixes_are_noted(
+    type: str, deep: Path, full: Path, tmp_path: Path
+) -> None:
+    """Its users expect the mix. Patterns name types there too."""
+    note = f"{type}: one type for all layers; in llama.cpp {type.upper()} is the mix {type}_m"
+    for of in (type.upper(), f"{type}_m", "q8_0"):
+        asked = ["attn_q=q4_k"]
+        made = quantize(full, tmp_path / "a.gguf", of, dry_run=True, tensor_types=asked)
+        assert (note in made.notes) is (of == type.upper())
+    assert note in convert(deep, tmp_path / "b.gguf", type=type, dry_run=True).notes
+
+
 @pytest.mark.parametrize("kind", ["dspark", "dspark rnn", "p-eagle"])
 def test_quantize_and_convert_choose_the_same_types(kind: str, deep: Path, tmp_path: Path) -> None:
     """A confidence head and a mask are vectors that are stored as matrices of one row."""
