@@ -1,5 +1,5 @@
 """Ids of models on the Hugging Face hub: `org/name[@revision][:file.gguf]`, or with the type of a
-GGUF `org/name:Q4_K_M`, as in llama.cpp."""
+GGUF `org/name:Q4_K_M` or `org/name:UD-Q4_K_XL`, as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
+_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+(?:-[A-Za-z0-9_]+)*"
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+_BESIDE = re.compile(r"(?:.*/)?(?:(?:mtp|eagle3|dflash|dspark)-[^/]*|[^/]*imatrix[^/]*)", re.I)
+"""Names of files beside a model, by the rule of llama.cpp (`common/download.cpp`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,17 @@ class HubId:
         return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
 
     def of_type(self, names: Iterable[str]) -> list[str]:
-        """Return the GGUF files with this type in their name, as in `-Q4_K_M.` or `/Q4_K_M-`."""
-        word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(self.type or '')}(?![A-Za-z0-9_])", re.I)
-        return [name for name in names if name.endswith(".gguf") and word.search(name)]
+        """Return the GGUF files with this type in their name, as in `-Q4_K_M.` or `/Q4_K_M-`.
+
+        If a model has the type, drafts and other files beside it do not count; if a plain file has
+        it, dynamic mixes (`-UD-Q4_K_M.`) do not.
+        """
+        type = re.escape(self.type or "")
+        word = re.compile(rf"(?<![A-Za-z0-9_]){type}(?![A-Za-z0-9_])", re.I)
+        plain = re.compile(rf"(?<![A-Za-z0-9_])(?<!UD-){type}(?![A-Za-z0-9_])", re.I)
+        found = [name for name in names if name.endswith(".gguf") and word.search(name)]
+        found = [name for name in found if not _BESIDE.fullmatch(name)] or found
+        return [name for name in found if plain.search(name)] or found
 
     def __str__(self) -> str:
         return self.repo + (f"@{self.revision}" if self.revision else "")

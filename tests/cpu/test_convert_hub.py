@@ -122,6 +122,39 @@ def test_types_as_llama_cpp_names_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("type", "found"),
+    [
+        ("UD-Q4_K_XL", "gemma-4-31B-it-UD-Q4_K_XL.gguf"),
+        ("Q4_K_XL", "gemma-4-31B-it-UD-Q4_K_XL.gguf"),
+        ("Q4_K_M", "gemma-4-31B-it-Q4_K_M.gguf"),
+        ("UD-Q4_K_M", "gemma-4-31B-it-UD-Q4_K_M.gguf"),
+        ("q8_0", "gemma-4-31B-it-Q8_0.gguf"),
+        ("BF16", "BF16/gemma-4-31B-it-BF16-00001-of-00002.gguf"),
+    ],
+)
+def test_types_in_a_repository_as_published(type: str, found: str) -> None:
+    """UD-Q4_K_XL, which `recipe` prints, was taken for a path; a draft beside the model has its
+    type too, and so has a plain file beside a dynamic mix."""
+    names = [
+        "gemma-4-31B-it-Q4_K_M.gguf",
+        "gemma-4-31B-it-Q8_0.gguf",
+        "gemma-4-31B-it-UD-Q4_K_M.gguf",
+        "gemma-4-31B-it-UD-Q4_K_XL.gguf",
+        "MTP/mtp-gemma-4-31B-it-Q8_0.gguf",
+        "dflash-gemma-4-31B-it-BF16.gguf",
+        "BF16/gemma-4-31B-it-BF16-00001-of-00002.gguf",
+    ]
+    asked = HubId.parse(f"unsloth/gemma-4-31B-it-GGUF:{type}")
+    assert asked is not None and asked.of_type(names) == [found]
+
+
+def test_a_type_of_a_draft_alone() -> None:
+    names = ["mtp-gemma-4-31B-it-Q8_0.gguf", "mtp-gemma-4-31B-it-Q4_0.gguf"]
+    asked = HubId.parse("org/name:Q8_0")
+    assert asked is not None and asked.of_type(names) == names[:1]
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "name",
