@@ -27,7 +27,13 @@ ORIGIN_KEYS = (
 """Keys that record the origin of a file. They are not compared: a source may have been moved."""
 OPTIONAL_KEYS = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS)
 """Keys that are written only if the weights were available at conversion."""
-OPTIONAL_PREFIXES = ("general.type", "general.quantization_version", "general.sampling.")
+OPTIONAL_PREFIXES = (
+    "general.type",
+    "general.quantization_version",
+    "general.sampling.",
+    "g4spec.target.",
+    provenance.T2D_SHA256,
+)
 """Prefixes of keys that files of other tools may lack without harm."""
 
 

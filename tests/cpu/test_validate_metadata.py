@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,41 @@ def test_a_faithful_file_has_the_metadata_of_its_source(family: Path, kind: str)
     assert report.ok
     assert "G4-CMP-009" in report.checked
     assert not report.skipped
+
+
+def _by_llama_cpp(family: Path, kind: str, out: Path) -> Path:
+    """Write a file without the keys that only this program writes."""
+    file = faults.read(family / f"{kind}.gguf")
+    for key in [key for key in file.kv if key.startswith("g4spec.")]:
+        del file.kv[key]
+    return file.write(out)
+
+
+def test_a_conversion_by_llama_cpp_is_faithful_too(family: Path, tmp_path: Path) -> None:
+    """Each target that llama.cpp converted had an error: no g4spec.stop_ids."""
+    report = _validate(family, "target", _by_llama_cpp(family, "target", tmp_path / "x.gguf"))
+    assert not report.failures and not report.skipped
+
+
+def test_a_draft_by_llama_cpp_lacks_what_it_computes_with(family: Path, tmp_path: Path) -> None:
+    """The origin of a draft, which no other program records, hid the keys that matter."""
+    kind = "dflash-speculators"
+    report = _validate(family, kind, _by_llama_cpp(family, kind, tmp_path / "x.gguf"))
+    assert {f.finding.where for f in report.failures if f.rule.id == "G4-CMP-009"} == {
+        "g4spec.dflash.layer_causal",
+        "g4spec.dflash.window_from_anchor",
+    }
+
+
+def test_a_stop_token_that_only_the_source_names(family: Path, tmp_path: Path) -> None:
+    path = _by_llama_cpp(family, "target", tmp_path / "x.gguf")
+    source = tmp_path / "source"
+    shutil.copytree(TINY / "target", source)
+    generation = json.loads((source / "generation_config.json").read_text())
+    generation["eos_token_id"] = [*generation["eos_token_id"], 7]
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    report = validate(path, None, source)
+    assert [f.finding.where for f in report.failures] == ["g4spec.stop_ids"]
 
 
 def test_a_requantized_file_has_the_metadata_of_its_source(family: Path, tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec.convert import expected_metadata, provenance
+from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.errors import UsageError
 from g4spec.gguf import Value
+from g4spec.models.spec import stop_ids
 from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
@@ -19,6 +21,8 @@ from g4spec.validate.rules.keys import most_type
 from g4spec.validate.subject import Subject
 
 SOURCE, OWN = Needs.SOURCE, Needs.OWN_SOURCE
+ENDS = ("eos", "eot", "eom")
+"""Tokens that end a text wherever a tokenizer names them (`g4spec.runtime.tokenizer`)."""
 SHOWN = 16  # longest array that is shown whole
 RECONVERT = "convert again from this source"
 
@@ -121,9 +125,7 @@ def described(s: Subject) -> Findings:
     for key, value in wanted.items():
         if key in s.keys:
             yield from _difference(key, value, s.open_file.value(key))
-        elif key not in optional and (
-            ours or not key.startswith(expected_metadata.OPTIONAL_PREFIXES)
-        ):
+        elif key not in optional and (ours or not _dispensable(s, key, value)):
             yield Finding(key, _shown(value.data), "nothing", RECONVERT)
     for key in s.keys:
         if key not in wanted and s.conversion.covers(key, arch):
@@ -143,6 +145,14 @@ def computed(s: Subject) -> Findings:
     head rotates. The file is valid, and the draft guesses worse."""
     for name in sorted(s.conversion.computed - s.open_file.tensors.keys()):
         yield Finding(name, "a tensor computed from the configuration", "nothing", RECONVERT)
+
+
+def _dispensable(s: Subject, key: str, value: Value) -> bool:
+    """Return True if a file of another program works alike without this key."""
+    if key == STOP_IDS:
+        named = [s.open_file.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+        return stop_ids(n for n in named if isinstance(n, int)).issuperset(value.data)
+    return key.startswith(expected_metadata.OPTIONAL_PREFIXES)
 
 
 def _file_type(s: Subject) -> int | None:
