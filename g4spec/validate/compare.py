@@ -38,6 +38,9 @@ RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 """Half a unit in the last place, relative to the value."""
 UNRELATED = 1.1
 """Relative RMS error above which two tensors have nothing to do with each other."""
+USUAL_FACTOR = 4.0
+"""Maximum relative RMS error of types without an error bound, times 2 to the bits of a value:
+twice the error of a normal distribution or more, but for ternary types."""
 TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
 
 
@@ -167,6 +170,10 @@ def _from_gguf(file: GGUF) -> dict[str, StoredTensor]:
     }
 
 
+Job = tuple[str, Format, NDArray[np.uint8], StoredTensor, NDArray[np.float32] | None]
+"""Arguments of `difference`."""
+
+
 class _Compare:
     """`same_names`: the source is a GGUF, whose tensors need no translation."""
 
@@ -177,21 +184,23 @@ class _Compare:
 
     def run(self) -> None:
         left = set(self.source)
-        jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]] = []
+        jobs: list[Job] = []
         for spec in self.s.specs.values():
             info = self.s.open_file.tensors.get(spec.name)
             name = spec.name if self.same_names else spec.source
             left.discard(name or "")
             source = self._source(spec, name)
-            if info is None:
-                continue  # reported by G4-TNS-001
+            if info is None or self._is_factor(spec.name):
+                continue  # reported by G4-TNS-001, or compared with the weight
             if source is None or source.format is None:
                 if spec.name not in self.out.refused:
                     self.out.sourceless.append(spec.name)
             elif source.shape != info.shape:
                 self.out.shapes[spec.name] = (source.shape, info.shape)
             else:
-                jobs.append((spec.name, info.format, self.s.open_file.raw(spec.name), source))
+                factors = self._factors(spec.name, source)
+                raw = self.s.open_file.raw(spec.name)
+                jobs.append((spec.name, info.format, raw, source, factors))
         jobs += list(self._arrays(left))
         self.out.unused = sorted(n for n in left if not self._dropped(n))
         self._differences(jobs)
@@ -212,6 +221,25 @@ class _Compare:
             return tensor.first_rows(rows)  # token tables are cut to the tokenizer
         return tensor
 
+    def _is_factor(self, name: str) -> bool:
+        """Return True for gains of experts of type NVFP4: converters multiply them by factors."""
+        weight = self.s.open_file.tensors.get(f"{name.removesuffix('scale')}weight")
+        return name.endswith("_exps.scale") and weight is not None and weight.format.name == "nvfp4"
+
+    def _factors(self, name: str, source: StoredTensor) -> NDArray[np.float32] | None:
+        """Return by what the values of each matrix of an NVFP4 tensor are multiplied, without the
+        gains of the source; None for other tensors."""
+        file, scale = self.s.open_file, f"{name.removesuffix('weight')}scale"
+        if file.tensors[name].format.name != "nvfp4" or source.format is file.tensors[name].format:
+            return None
+        if scale not in file.tensors:
+            return None
+        found: NDArray[np.float32] = file.array(scale).reshape(-1)
+        own = self.s.specs.get(scale)
+        gains = self.source.get((scale if self.same_names else own.source or "") if own else "")
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return found if gains is None else found / gains.array().reshape(-1)
+
     def _d2t(self, name: str, tensor: StoredTensor) -> StoredTensor | None:
         try:
             ids = derived.absolute_d2t(tensor, self.source.get("t2d"), self.s.config.n_vocab)
@@ -220,9 +248,7 @@ class _Compare:
             return None
         return _made(name, ids)
 
-    def _arrays(
-        self, left: set[str]
-    ) -> Iterator[tuple[str, Format, NDArray[np.uint8], StoredTensor]]:
+    def _arrays(self, left: set[str]) -> Iterator[Job]:
         """Yield comparison jobs of source tensors that are stored as metadata."""
         rule = getattr(self.s.kind, "metadata_tensors", None)
         for name, (key, shape) in (rule(self.s.config) if rule else {}).items():
@@ -239,7 +265,7 @@ class _Compare:
                 values, source = values.astype(np.int64), _made(name, source.array())
             mine = _made(key, values.reshape(source.shape))
             assert mine.format is not None
-            yield key, mine.format, mine.raw, source
+            yield key, mine.format, mine.raw, source, None
 
     def _dropped(self, name: str) -> bool:
         """Return True if a conversion drops this source tensor; it refuses a copy that differs."""
@@ -250,8 +276,8 @@ class _Compare:
         original = self.source.get(drop.same_as or "")
         return original is None or same_bytes(self.source[name], original)
 
-    def _differences(self, jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]]) -> None:
-        total, done = sum(raw.size for _, _, raw, _ in jobs), 0
+    def _differences(self, jobs: list[Job]) -> None:
+        total, done = sum(job[2].size for job in jobs), 0
         pool: ThreadPoolExecutor
         with worker_pool() as pool:
             for job, found in zip(jobs, pool.map(lambda j: difference(*j), jobs), strict=True):
@@ -270,8 +296,15 @@ def _made(name: str, values: NDArray[Any]) -> StoredTensor:
     )
 
 
-def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTensor) -> Difference:
-    """Compare one tensor with its source, in blocks of rows."""
+def difference(
+    name: str,
+    form: Format,
+    raw: NDArray[np.uint8],
+    source: StoredTensor,
+    factors: NDArray[np.float32] | None = None,
+) -> Difference:
+    """Compare one tensor with its source, in blocks of rows. `factors`: [M], by what the values of
+    each of its M matrices are multiplied."""
     assert source.format is not None
     exact = form.integer or source.format.name in HOLDS.get(form.name, ()) or form is source.format
     width = source.shape[-1] if source.shape else 1
@@ -280,22 +313,29 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTe
     step = max(1, BLOCK_VALUES // max(width, 1))
     worst = error = power = 0.0
     first: tuple[int, float, float] | None = None
+    largest = (0, 0.0, 0.0)
+    by = None if factors is None else np.repeat(factors, rows // len(factors))[:, None]
     for start in range(0, rows, step):
         shape = (min(step, rows - start), width)
         got = form.array(mine[start : start + step], shape)
+        got = got if by is None else got * by[start : start + step]
         want = source.format.array(source.rows(start, start + shape[0]), shape)
         off = np.abs(got - want) if not form.integer else np.abs(got.astype(float) - want)
         allowed = _allowed(form, want) if not exact else 0.0
         error += float(np.square(off, dtype=np.float64).sum())
         power += float(np.square(want, dtype=np.float64).sum())
-        worst = max(worst, float(off.max(initial=0)))
+        if off.size and float(off.max()) > worst:
+            at = int(np.argmax(off))
+            worst = float(off.reshape(-1)[at])
+            largest = _values(start * width, at, want, got)
         bad = ~(off <= allowed)  # also where an error is NaN
         if exact:
             bad &= ~(np.isnan(got) & np.isnan(want)) & (got != want)
         if first is None and bad.any():
-            at = int(np.argmax(bad))
-            first = (start * width + at, float(want.reshape(-1)[at]), float(got.reshape(-1)[at]))
+            first = _values(start * width, int(np.argmax(bad)), want, got)
     rms = math.sqrt(error / power) if power else (0.0 if not error else math.inf)
+    if first is None and not exact and rms > _largest_rms(form):
+        first = largest
     where = None
     if first is not None:
         where = tuple(int(i) for i in np.unravel_index(first[0], source.shape or (1,)))
@@ -310,6 +350,18 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTe
         where,
         *(first[1:] if first else ()),
     )
+
+
+def _values(start: int, at: int, want: NDArray[Any], got: NDArray[Any]) -> tuple[int, float, float]:
+    """Return the index and both values of entry `at` of a block that begins at `start`."""
+    return start + at, float(want.reshape(-1)[at]), float(got.reshape(-1)[at])
+
+
+def _largest_rms(form: Format) -> float:
+    """Return the maximum relative RMS error of a type whose values have no error bound."""
+    if form.name in RELATIVE or form.bound is not None:
+        return math.inf
+    return min(UNRELATED, USUAL_FACTOR / math.exp2(8 * form.block_bytes / form.block))
 
 
 @cache

@@ -23,10 +23,12 @@ from g4spec.validate.needs import OTHER_SOURCE
 from g4spec.validate.rule import Severity
 from tests.cpu import gguf_fixtures as fx
 from tests.support import faults, tiny
-from tests.support.quant_blocks import relative_rms
+from tests.support.nvfp4_files import with_nvfp4
+from tests.support.quant_blocks import random_blocks, relative_rms
 from tests.support.selection import sample
 
 Tensors = dict[str, tuple[np.ndarray, str]]
+F32 = quant.get("f32")
 
 SOURCES: dict[str, tuple[Any, Callable[[], Any], str, dict[str, Any]]] = {
     "target": (gemma4, fx.target_config, "BF16", {"architectures": ["Gemma4ForCausalLM"]}),
@@ -260,6 +262,38 @@ def test_a_code_rounded_wrongly_is_reported() -> None:
     raw.view(np.int8)[34 * 5 + 2 + 9] += 1 if value > x[2, 41] else -1
     source = StoredTensor("x", x.shape, "F32", quant.get("f32"), x.reshape(-1).view(np.uint8))
     assert difference("x", form, raw, source).first == (2, 41)
+
+
+@pytest.mark.parametrize("name", [n for n, f in quant.readable().items() if f.bound is None])
+def test_types_without_an_error_bound_are_compared_too(name: str) -> None:
+    """Rows of another place, other signs and a wrong scale passed in the types of other programs'
+    files."""
+    form = quant.get(name)
+    if not form.quantized:
+        pytest.skip("its error is relative to each value")
+    raw = random_blocks(name, 64, 512).reshape(-1)
+    x = form.dequantize(raw).reshape(64, 512)
+    x += np.random.default_rng(5).normal(0, 0.02 * x.std(), x.shape).astype(np.float32)
+
+    def first(values: np.ndarray) -> tuple[int, ...] | None:
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        return difference("x", form, raw, StoredTensor("x", x.shape, "F32", F32, data)).first
+
+    assert first(x) is None
+    for wrong in (np.roll(x, 1, 0), -x, x / 3):
+        assert first(wrong) is not None
+
+
+def test_nvfp4_weights_are_compared_with_their_factors(tmp_path: Path) -> None:
+    source = tiny.target(tmp_path / "t", hidden=64, inter=64, experts=4, expert_inter=64)
+    convert(source, tmp_path / "t.gguf", type="f32")
+    path = with_nvfp4(tmp_path / "t.gguf", tmp_path / "nvfp4.gguf")
+    base = with_nvfp4(tmp_path / "t.gguf", tmp_path / "base.gguf", dequantized=True)
+    report = validate(path, None, base)
+    assert not [f for f in report.failures if f.rule.id.startswith("G4-CMP-00")]
+    assert report.tensors and all(t["relative_rms"] < 1e-3 for t in report.tensors)
+    report = validate(path, None, tmp_path / "t.gguf")
+    assert "G4-CMP-006" in {f.rule.id for f in report.failures}
 
 
 @pytest.mark.parametrize("type", sample(policy.names(), 8))
