@@ -46,6 +46,16 @@ def test_a_healthy_file_passes(good: Path, kind: str) -> None:
     assert set(report.skipped.values()) <= {"no source was given"}
 
 
+def test_an_eagle3_draft_with_the_tokenizer_of_llama_cpp(tmp_path: Path, good: Path) -> None:
+    """Its converter copies the target's tokens as those of a "llama" tokenizer, without merges:
+    two errors, and 35 rules not checked."""
+    file = KINDS["eagle3"]()
+    file.set("tokenizer.ggml.model", ValueType.STRING, "llama")
+    del file.kv["tokenizer.ggml.merges"]
+    report = validate(file.write(tmp_path / "x.gguf"), good / "target.gguf")
+    assert report.ok and not report.unable
+
+
 def test_every_rule_has_a_file_that_breaks_it() -> None:
     rules = {i for i in all_rules() if not i.startswith("G4-CMP")}
     assert set(BREAK) == rules, "BREAK of gguf_breakage.py, PLAUSIBLE of plausible_breakage.py"

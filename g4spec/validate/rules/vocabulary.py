@@ -9,7 +9,7 @@ from collections import Counter
 
 from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.validate.needs import Needs
-from g4spec.validate.rule import ERROR, TARGETS, WARNING, Finding, Findings, rule
+from g4spec.validate.rule import EAGLE, ERROR, TARGETS, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
@@ -28,9 +28,10 @@ def special_ids(s: Subject) -> dict[str, int]:
 @rule("G4-VOC-001", ERROR, "the tokenizer must be Gemma 4's", needs=FILE)
 def model(s: Subject) -> Findings:
     """A DFlash converter that took the Qwen path, because the draft's layers are Qwen's, failed
-    on the tokenizer or wrote one that splits differently; some wrote none."""
+    on the tokenizer or wrote one that splits differently; some wrote none. That of EAGLE-3 drafts,
+    which llama.cpp's converter calls "llama", only lists the tokens."""
     found = s.text("tokenizer.ggml.model")
-    if found != "gemma4":
+    if found != "gemma4" and (s.arch not in EAGLE or found != "llama"):
         yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", FROM_TARGET)
 
 
