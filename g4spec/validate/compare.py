@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -41,6 +41,7 @@ UNRELATED = 1.1
 USUAL_FACTOR = 4.0
 """Maximum relative RMS error of types without an error bound, times 2 to the bits of a value:
 twice the error of a normal distribution or more, but for ternary types."""
+IMATRIX_KEYS = ("quantize.imatrix.file", "quantize.imatrix.entries_count")
 TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
 
 
@@ -181,6 +182,7 @@ class _Compare:
         self, s: Converted, source: Mapping[str, StoredTensor], same_names: bool, out: Comparison
     ) -> None:
         self.s, self.source, self.same_names, self.out = s, source, same_names, out
+        self.weighted = any(key in s.open_file for key in IMATRIX_KEYS)
 
     def run(self) -> None:
         left = set(self.source)
@@ -200,7 +202,10 @@ class _Compare:
             else:
                 factors = self._factors(spec.name, source)
                 raw = self.s.open_file.raw(spec.name)
-                jobs.append((spec.name, info.format, raw, source, factors))
+                form = info.format
+                if self.weighted and form.weighted and form is not source.format:
+                    form = replace(form, bound=None)  # an encoder may prefer other values
+                jobs.append((spec.name, form, raw, source, factors))
         jobs += list(self._arrays(left))
         self.out.unused = sorted(n for n in left if not self._dropped(n))
         self._differences(jobs)

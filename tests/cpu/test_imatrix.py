@@ -15,6 +15,7 @@ from g4spec.errors import InputError
 from g4spec.gguf import GGUF, TensorData, imatrix, string, u32, write
 from g4spec.gguf.imatrix import Entry, Imatrix
 from g4spec.quant.format import Floats
+from g4spec.validate import validate
 from tests.support import tiny
 from tests.support.quant_blocks import tensors
 
@@ -333,3 +334,20 @@ def test_inspect_and_validate_recognise_it(
     assert "i.gguf: importance matrix\n" in capsys.readouterr().out
     assert cli.run(["validate", str(path)]) == 1
     assert "fix: name a model: this is an importance matrix" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_file_made_with_an_imatrix_is_valid(name: str, tmp_path: Path, source: Path) -> None:
+    """Each matrix exceeded the bound of a value's error: an encoder that weighs errors prefers
+    other values. Other weights are still reported."""
+    path = tmp_path / "x.gguf"
+    quantize(source, path, name, importance=imatrix_of(source))
+    assert not validate(path, None, source).failures
+    with GGUF(path) as g:
+        data = {n: g.raw(n).tobytes() for n in g.tensors}
+        first, second = (f"blk.{i}.ffn_up.weight" for i in (0, 1))
+        data[first] = data[second]
+        parts = [TensorData(n, t.shape, t.type, [data[n]]) for n, t in g.tensors.items()]
+        write(tmp_path / "y.gguf", {k: g.value(k) for k in g}, parts)
+    found = validate(tmp_path / "y.gguf", None, source).failures
+    assert [f.rule.id for f in found if f.finding.where.startswith(first)] == ["G4-CMP-006"]
