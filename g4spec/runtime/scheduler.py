@@ -17,6 +17,7 @@ cycle of all running requests. The rules:
 
 from __future__ import annotations
 
+import gc
 import time
 from bisect import insort
 from collections import deque
@@ -32,7 +33,6 @@ from g4spec.runtime import prefill
 from g4spec.runtime.cycle_timing import CycleMeter
 from g4spec.runtime.cycles import Cycles
 from g4spec.runtime.draft_length import DraftLengthPolicy
-from g4spec.runtime.frozen_objects import FROZEN
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.target import Target
@@ -63,7 +63,7 @@ class Scheduler:
         self.cycles = Cycles(target, draft, backend, pool, length)
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
-        self._prepared = self._frozen = False  # see `_prepare`
+        self._prepared = False  # see `_prepare`
 
     def submit(self, task: Task) -> None:
         """Add a request to the queue."""
@@ -102,9 +102,7 @@ class Scheduler:
         for task in [*self.running, *self.waiting]:
             self._finish(task, "closed")
         self.prefix.close()
-        if self._frozen:
-            FROZEN.release()
-            self._frozen = False
+        gc.unfreeze()
         self.draft = None
         self.cycles.close()
 
@@ -133,8 +131,8 @@ class Scheduler:
         elif not self._prepared and self.backend.padded and len(self.pool.free_slots) > 1:
             meter.run_plain()
         if not self._prepared and self.backend.padded:
-            FROZEN.freeze()
-            self._frozen = True
+            gc.collect()
+            gc.freeze()  # a full collection of what a model consists of takes 0.1 s
         self._prepared = True
 
     def _try_admit(self, task: Task) -> bool:

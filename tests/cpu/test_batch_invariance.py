@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -235,33 +235,6 @@ def test_batches_of_all_sizes_run_before_the_first_request(
     assert len(engine.pool.free_slots) == 6 and engine.pool.n_free == engine.pool.n_pages
     assert gc.get_freeze_count(), "a full collection would be a pause of all requests"
     engine.close()
-    assert not gc.get_freeze_count()
-
-
-@pytest.fixture
-def _unfrozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_unfrozen")
-def test_objects_that_others_have_frozen_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the program, and of another engine."""
-    gc.freeze()
-    memory_engine.engine(None).close()  # which has frozen nothing
-    assert gc.get_freeze_count()
-    monkeypatch.setattr(TorchBackend, "padded", True)
-    with memory_engine.engine(None, n_ctx=512) as engine:
-        list(engine.generate([2, 9], Options(3)))
-    assert gc.get_freeze_count()
-    gc.unfreeze()
-    one, two = (memory_engine.engine(None, n_ctx=512) for _ in range(2))
-    for engine in (one, two):
-        list(engine.generate([2, 9], Options(3)))
-    one.close()
-    one.close()
-    assert gc.get_freeze_count()
-    two.close()
     assert not gc.get_freeze_count()
 
 
