@@ -216,8 +216,11 @@ def parse_gguf(
             expected=f"{n_layer} entries",
             found=len(sliding),
         )
-    if any(".attn_qkv." in name for name in tensors):
-        raise Unsupported("queries, keys and values in one tensor (attn_qkv)")
+    if fused := [name for name in tensors if ".attn_qkv." in name]:
+        raise Unsupported(
+            f"tensor {fused[0]} has queries, keys and values; this version has no code for it",
+            fix="convert the checkpoint again with a tensor for each",
+        )
     # An assistant's layers all share: with its target, and not with each other.
     n_shared = _count(f, "attention.shared_kv_layers") if arch == GEMMA4 else 0
     sources = shared_kv(sliding, n_shared)
