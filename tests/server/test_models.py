@@ -332,7 +332,7 @@ def test_a_body_that_ends_too_early_is_not_handed_on(
 
         def found() -> list[int]:
             facts = [getattr(record, "facts", {}) for record in caplog.records]
-            return [each["status"] for each in facts if each.get("method") == "POST"]
+            return [each["status"] for each in facts if each.get("path") == "/v1/completions"]
 
         wait(found)
         assert found() == [499]
