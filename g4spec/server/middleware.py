@@ -36,9 +36,8 @@ need."""
 def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
     """Count an error and return its response, in Anthropic's format under /v1/messages, else
     OpenAI's."""
-    service = getattr(
-        scope["app"].state, "service", None
-    )  # `ModelRouter` has no metrics of its own
+    # `ModelRouter` has no metrics of its own.
+    service = getattr(scope["app"].state, "service", None)
     if service is not None and "failed" not in scope.get("state", {}):
         service.metrics.count_error(refused.status)
     headers = {}
