@@ -26,7 +26,7 @@ from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
-from g4spec.models.spec import check_heads
+from g4spec.models.spec import check_heads, factors_name
 from g4spec.quant import policy
 from g4spec.quant.format import Floats
 from g4spec.quant.mix import Mix
@@ -373,7 +373,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedT
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
                     fix="start from a BF16 file, or quantize it with `allow_requantize`",
                 )
-            factors = f"{name.removesuffix('weight')}scale"
+            factors = factors_name(name)
             gains = factors.endswith("ffn_down_exps.scale")  # every file with experts has them
             if form.name == "nvfp4" and factors in file.tensors and not gains:
                 raise Unsupported(

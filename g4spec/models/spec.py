@@ -27,6 +27,12 @@ Role = Literal["matrix", "embed", "output", "vector", "index"]
 (norms, scales) stays F32, `index` stays an integer."""
 
 
+def factors_name(weight: str) -> str:
+    """Return the name of the tensor by which a weight is multiplied, a factor for each matrix:
+    those of experts in `ffn_down_exps`, and NVFP4 weights."""
+    return f"{weight.removesuffix('weight')}scale"
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of the converted file.

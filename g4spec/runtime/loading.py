@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from g4spec.backend import Backend
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from g4spec.models.spec import TensorSpec
+from g4spec.models.spec import TensorSpec, factors_name
 
 INPUT_SCALE = "input_scale"
 """Ending of a tensor with which llama.cpp rounds the input of NVFP4 weights. It may be ignored:
@@ -31,7 +31,7 @@ def nvfp4_factors(file: GGUF, names: Collection[str]) -> dict[str, TensorSpec]:
     """
     found = {}
     for weight in names:
-        info, name = file.tensors.get(weight), f"{weight.removesuffix('weight')}scale"
+        info, name = file.tensors.get(weight), factors_name(weight)
         if info and info.format.name == "nvfp4" and name in file.tensors and name not in names:
             found[weight] = TensorSpec(name, info.shape[:-2] or (1,), "vector", None)
     return found

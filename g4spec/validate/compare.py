@@ -26,7 +26,7 @@ from g4spec.convert.plan import canonical_name
 from g4spec.convert.tensors import StoredTensor, same_bytes, worker_pool
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.models.spec import TensorSpec
+from g4spec.models.spec import TensorSpec, factors_name
 from g4spec.quant import Format
 
 BLOCK_VALUES = 1 << 18
@@ -234,7 +234,7 @@ class _Compare:
     def _factors(self, name: str, source: StoredTensor) -> NDArray[np.float32] | None:
         """Return by what the values of each matrix of an NVFP4 tensor are multiplied, without the
         gains of the source; None for other tensors."""
-        file, scale = self.s.open_file, f"{name.removesuffix('weight')}scale"
+        file, scale = self.s.open_file, factors_name(name)
         if file.tensors[name].format.name != "nvfp4" or source.format is file.tensors[name].format:
             return None
         if scale not in file.tensors:

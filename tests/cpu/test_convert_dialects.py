@@ -224,7 +224,7 @@ def test_files_that_do_not_fit_are_refused(name: str, family: Path, tmp_path: Pa
 
 
 def test_scaling_by_nothing_is_taken(family: Path, tmp_path: Path) -> None:
-    """As llama.cpp writes it for a model without scaling."""
+    """Has what llama.cpp writes for a model without scaling."""
     parts = Parts.of(family / "dflash-bf16.gguf")
     DFLASH["ik"](parts)
     parts.more({"rope.scaling.type": string("none"), "rope.scaling.factor": f32(4)})

@@ -107,7 +107,7 @@ def test_packing_that_fails_can_be_repeated(
 
 @pytest.mark.parametrize("case", ["a pair", "experts", "experts, gates and ups apart"])
 def test_ctrl_c_at_any_line_loses_no_weights(case: str) -> None:
-    """Those of a pair were lost between the last line that could give them back and the next."""
+    """Keep those of a pair, lost between the last line that could give them back and the next."""
     count, matrices, _ = CASES[case]
     pairs = GateUpPairs()
 

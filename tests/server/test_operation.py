@@ -537,7 +537,7 @@ def test_compressed_bodies_are_refused_by_name(busy: Served, encoding: str) -> N
 def test_every_error_is_counted_once(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the middleware too: wrong keys, large bodies, too many streams, broken handlers."""
+    """Include those of middleware: wrong keys, large bodies, too many streams, broken handlers."""
 
     def broken(*_: Any) -> Any:
         raise ValueError
