@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 GEMMA_STOP_IDS = frozenset({1, 106, 50})
 """`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
 
+END_TOKENS = ("eos", "eot", "eom")
+"""Tokens that end a text wherever a tokenizer names them (`tokenizer.ggml.eos_token_id`)."""
+
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 """Role of a tensor, which decides its type: `matrix`, `embed` and `output` are quantized, `vector`
 (norms, scales) stays F32, `index` stays an integer."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.header import NUMBERS
 from g4spec.gguf.values import ValueType
-from g4spec.models.spec import stop_ids
+from g4spec.models.spec import END_TOKENS, stop_ids
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.bpe_encoder import MERGES, SPACE, make_encoder, panic_as_error, share_model
 
@@ -293,7 +293,7 @@ def _read(file: GGUF) -> Tokenizer:
             raise InputError(
                 f"{source}: byte token {i}", expected="<0x00> to <0xFF>", found=repr(tokens[i])
             )
-    ids = {name: _id(kv, name, len(tokens), source) for name in ("bos", "eos", "eot", "eom")}
+    ids = {name: _id(kv, name, len(tokens), source) for name in ("bos", *END_TOKENS)}
     bos = ids.pop("bos")
     if bos is None:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")

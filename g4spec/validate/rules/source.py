@@ -13,7 +13,7 @@ from g4spec.convert import expected_metadata, provenance
 from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.errors import UsageError
 from g4spec.gguf import Value
-from g4spec.models.spec import stop_ids
+from g4spec.models.spec import END_TOKENS, stop_ids
 from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
@@ -21,8 +21,6 @@ from g4spec.validate.rules.keys import most_type
 from g4spec.validate.subject import Subject
 
 SOURCE, OWN = Needs.SOURCE, Needs.OWN_SOURCE
-ENDS = ("eos", "eot", "eom")
-"""Tokens that end a text wherever a tokenizer names them (`g4spec.runtime.tokenizer`)."""
 SHOWN = 16  # longest array that is shown whole
 RECONVERT = "convert again from this source"
 
@@ -150,7 +148,7 @@ def computed(s: Subject) -> Findings:
 def _dispensable(s: Subject, key: str, value: Value) -> bool:
     """Return True if a file of another program works alike without this key."""
     if key == STOP_IDS:
-        named = [s.open_file.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+        named = [s.open_file.get(f"tokenizer.ggml.{name}_token_id") for name in END_TOKENS]
         return stop_ids(n for n in named if isinstance(n, int)).issuperset(value.data)
     return key.startswith(expected_metadata.OPTIONAL_PREFIXES)
 
