@@ -62,9 +62,6 @@ class Backend(Protocol):
     @property
     def cache_type(self) -> str | None: ...
 
-    def enter(self) -> None:
-        """Make this the current device of the calling thread."""
-
     def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
         """Load tensor `name` in the form that the ops use.
 

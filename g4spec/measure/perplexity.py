@@ -23,6 +23,7 @@ from g4spec.core import MAX_STEP_ROWS
 from g4spec.errors import InputError
 from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.torch_settings import own_settings
 
 Progress = Callable[[int, int], None]
 ReadChunk = Callable[[Engine, list[int]], torch.Tensor]
@@ -139,7 +140,8 @@ def _log_probs(engine: Engine, ids: list[int], read: ReadChunk) -> Iterator[torc
     hidden = read(engine, ids)
     for at in _starts(ids):
         last = min(at + MAX_STEP_ROWS, len(ids) - 1)
-        logits = engine.target.logits(hidden[at:last])
+        with own_settings(hidden.device):
+            logits = engine.target.logits(hidden[at:last])
         if not bool(torch.isfinite(logits).all()):
             raise InputError(
                 "the target's logits are not finite", fix="run `g4spec validate` on the file"

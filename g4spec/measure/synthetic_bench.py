@@ -33,6 +33,7 @@ from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.request import Options
 from g4spec.runtime.target import Target
+from g4spec.runtime.torch_settings import own_settings
 
 SCHEMA = "g4spec.synthetic/2"
 ROWS = (1, 2, 4, 8, 16)
@@ -110,8 +111,19 @@ def measure(
     Args:
         watch: called with each context, number of rows, and a function that replays that step.
     """
-    kind, ops = check_config(name, config), backend.ops
-    backend.enter()
+    kind = check_config(name, config)
+    with own_settings(backend.ops.device):
+        return _measure(name, kind, backend, config, watch)
+
+
+def _measure(
+    name: str,
+    kind: str,
+    backend: CudaBackend,
+    config: SyntheticConfig,
+    watch: StepObserver | None,
+) -> dict[str, Any]:
+    ops = backend.ops
     read = bandwidth(ops.device)
     torch.cuda.empty_cache()
     n_ctx = max(config.contexts) + config.room

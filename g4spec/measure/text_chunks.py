@@ -60,12 +60,14 @@ def read_chunk(engine: Engine, ids: list[int]) -> torch.Tensor:
     """
     import torch
 
-    engine.backend.enter()
+    from g4spec.runtime.torch_settings import own_settings
+
     one = Sequence(engine.pool.free_slots.pop(), ids, len(ids))
     engine.pool.grow(one, len(ids))
     step, found = engine.target.chunk, []
-    for at in range(0, len(ids), step):
-        rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
-        found.append(rows.hidden.clone())  # the next chunk may take the same memory
+    with own_settings(engine.target.ops.device):
+        for at in range(0, len(ids), step):
+            rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
+            found.append(rows.hidden.clone())  # the next chunk may take the same memory
     engine.pool.free_sequence(one)
     return torch.cat(found)

@@ -91,9 +91,6 @@ class TorchBackend:
         self.cache_type = cache_type
         self._rounded = partial(round_to_type, quant.get(cache_type)) if cache_type else None
 
-    def enter(self) -> None:
-        """Do nothing: any thread can compute."""
-
     def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
         """Load tensor `name` as float32, or as int64 if it is an index tensor; `factors`: see
         `g4spec.backend.Backend`."""

@@ -268,7 +268,6 @@ class Engine:
         with self._condition, mode, own_settings(self.target.ops.device):
             self._stepping = True
             try:
-                self.backend.enter()
                 return self.scheduler.step()
             except BaseException as error:
                 if threading.current_thread() is self._thread:  # which ends: refuse new requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -10,6 +11,7 @@ from g4spec.core import MAX_STEP_ROWS
 from g4spec.errors import EnvironmentProblem
 from g4spec.ops.reference import Ops
 from g4spec.runtime import devices
+from g4spec.runtime.torch_settings import own_settings
 
 READ_TIMES, STEP_TIMES = 5, 20
 MIN_READ = 1 << 30
@@ -31,12 +33,19 @@ def checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Yield the checks of the kernels. Raises EnvironmentProblem if they cannot run."""
-    backend = devices.select("cuda")
-    from g4spec.runtime.cuda import kernel_selftest, model_selftest
-    from g4spec.runtime.cuda.backend import CudaBackend
+    """Yield the checks of the kernels on each GPU. Raises EnvironmentProblem if they cannot run."""
+    for index in range(max(1, torch.cuda.device_count())):
+        backend = devices.select(f"cuda:{index}")
+        if torch.cuda.device_count() > 1:
+            yield None, f"cuda:{index}: {backend.ops.title}"
+        with own_settings(backend.ops.device):
+            yield from _gpu_checks(backend)
 
-    assert isinstance(backend, CudaBackend)
+
+def _gpu_checks(backend: Any) -> Iterator[Check]:
+    """Yield the checks of the kernels on the current GPU, which is the `CudaBackend`'s."""
+    from g4spec.runtime.cuda import kernel_selftest, model_selftest
+
     yield from kernel_selftest.checks(backend.ops)
     yield from model_selftest.checks(backend)
     for rows in (1, MAX_STEP_ROWS):

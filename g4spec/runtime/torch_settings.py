@@ -1,4 +1,4 @@
-"""Settings of torch that a caller may have changed in the thread that runs the engine."""
+"""Settings of torch in the thread that runs the engine, which its caller may use for other work."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import torch
 
 
 def own_settings(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context without the caller's autocast and default device.
+    """Return a context without the caller's autocast and default device, in which a GPU is the
+    current one, as kernels, graphs and events need.
 
     Args:
         device: the device of the engine.
     """
     mixed = torch.is_autocast_enabled(device.type)
     elsewhere = torch.empty(0).device.type != "cpu"  # get_default_device takes ten times as long
-    if not (mixed or elsewhere):
+    other = device.type == "cuda" and torch.cuda.current_device() != device.index
+    if not (mixed or elsewhere or other):
         return nullcontext()
     stack = ExitStack()
+    if other:
+        stack.enter_context(torch.cuda.device(device))
     stack.enter_context(torch.autocast(device.type, enabled=False))
     stack.enter_context(torch.device("cpu"))
     return stack

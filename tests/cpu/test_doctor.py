@@ -670,15 +670,24 @@ def test_a_failed_self_test_names_the_check(
     assert "the self-test found a problem: Q4_K matmul" in capsys.readouterr().err
 
 
-def test_self_test_checks_the_kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = mock.Mock(spec=CudaBackend, ops="the GPU's operations")
-    monkeypatch.setattr(devices, "select", lambda device: backend)
-    monkeypatch.setattr(kernel_selftest, "checks", lambda ops: [(True, f"kernel: {ops}")])
-    monkeypatch.setattr(model_selftest, "checks", lambda found: [(found is backend, "models")])
+@pytest.mark.parametrize("count", [1, 2])
+def test_self_test_checks_the_kernels_of_each_gpu(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    def select(device: str) -> mock.Mock:
+        ops = mock.Mock(device=torch.device("cpu"), title=f"GPU of {device}")
+        return mock.Mock(spec=CudaBackend, ops=ops)
+
+    monkeypatch.setattr(devices, "select", select)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(kernel_selftest, "checks", lambda ops: [(True, f"kernel: {ops.title}")])
+    monkeypatch.setattr(model_selftest, "checks", lambda found: [(True, f"on {found.ops.title}")])
     monkeypatch.setattr(kernel_selftest, "step_graph", lambda ops, rows: (rows, 2 * 10**8))
     monkeypatch.setattr(selftest, "gpu_seconds", lambda launch, times: 1e-4 * launch)
     found = list(selftest.checks())
-    assert {(True, "kernel: the GPU's operations"), (True, "models")} <= {*found}
+    for i in range(count):
+        assert {(True, f"kernel: GPU of cuda:{i}"), (True, f"on GPU of cuda:{i}")} <= {*found}
+        assert ((None, f"cuda:{i}: GPU of cuda:{i}") in found) == (count > 1)
     times = [text for ok, text in found if ok is None and text.startswith("step time measured")]
     assert "100 us" in times[0] and "1 row: 2000 GB/s" in times[0]
     assert "16 rows: 125 GB/s" in times[1]

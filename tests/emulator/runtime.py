@@ -113,7 +113,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "empty_cache": lambda: None,
         "device": lambda device: contextlib.nullcontext(),
         "mem_get_info": lambda device=None: (1 << 24, 1 << 24),
-        "set_device": lambda device: None,
         "is_current_stream_capturing": capture_guard.is_active,
         "Event": Event,
     }.items():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.emulator import kernels
-from tests.gpu.device import EMULATED
+from tests.gpu.device import EMULATED, GPU
 
 LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
 SLOW = {
@@ -64,4 +64,5 @@ def _machine() -> Iterator[None]:
             yield
         torch.use_deterministic_algorithms(False)
     else:
-        yield
+        with torch.cuda.device(GPU):
+            yield

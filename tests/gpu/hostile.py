@@ -23,7 +23,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.target import Target
 from tests.emulator import runtime
 from tests.gpu import family
-from tests.gpu.device import EMULATED
+from tests.gpu.device import EMULATED, GPU
 from tests.support import malformed, tiny, tiny_drafts
 from tests.support.malformed import Broken
 
@@ -173,7 +173,7 @@ def broken_drafts(kind: str, source: Path) -> Iterator[Broken]:
     yield from malformed.numbers(source)
 
 
-def load_target(path: Path, device: str = "cuda") -> Engine:
+def load_target(path: Path, device: str = GPU) -> Engine:
     return Engine.load(path, n_ctx=CTX, device=device, chunk=PROMPT_BLOCK)
 
 
@@ -193,7 +193,7 @@ def wrong_text(
 ) -> str | None:
     """Return None if a pair generates its target's text, close to the reference; else the error."""
     with Engine.load(
-        target, draft, n_ctx=CTX, device="cuda", cache_type=cache, chunk=PROMPT_BLOCK
+        target, draft, n_ctx=CTX, device=GPU, cache_type=cache, chunk=PROMPT_BLOCK
     ) as engine:
         plain = text(engine, 0)
         if draft is not None:

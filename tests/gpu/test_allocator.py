@@ -5,15 +5,15 @@ import torch
 
 from g4spec.runtime import devices
 from g4spec.runtime.cuda.gpu_memory import SETTINGS
-from tests.gpu.device import needs_gpu
+from tests.gpu.device import GPU, needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 
 def coalesced() -> bool:
     """Return True if free memory around a new tensor is coalesced."""
-    devices.select("cuda")
-    x = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    devices.select(GPU)
+    x = torch.empty(64 << 20, dtype=torch.uint8, device=GPU)
     (found,) = [
         s
         for s in torch.cuda.memory_snapshot()

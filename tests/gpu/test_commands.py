@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import family
-from tests.gpu.device import needs_gpu
+from tests.gpu.device import GPU, needs_gpu
 from tests.support.commands import Cli, in_folder
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
-GPU = ("--device", "cuda")
+ON_GPU = ("--device", GPU)
 PROMPT = ("-p", "def area(r):")
 
 
@@ -34,7 +34,7 @@ def g4spec(
 
 @pytest.mark.parametrize("draft", [None, "dflash.gguf", "assistant.gguf", "ngram"])
 def test_generate(g4spec: Cli, draft: str | None) -> None:
-    run = ["generate", "-m", "target.gguf", *PROMPT, "-n", 24, "--ignore-eos", *GPU]
+    run = ["generate", "-m", "target.gguf", *PROMPT, "-n", 24, "--ignore-eos", *ON_GPU]
     plain = g4spec.json(*run)
     assert plain["stats"]["tokens"] == 24
     if draft is not None:
@@ -43,7 +43,7 @@ def test_generate(g4spec: Cli, draft: str | None) -> None:
 
 
 def test_verify_and_bench(g4spec: Cli) -> None:
-    pair = ("-m", "target.gguf", "-md", "dflash.gguf", *GPU)
+    pair = ("-m", "target.gguf", "-md", "dflash.gguf", *ON_GPU)
     for more in ((), ("--parallel", 4)):
         assert g4spec.json("verify", *pair, "--cases", 6, "-n", 16, *more)["ok"]
     few = ("--categories", "code", "--prompts", 1, "-n", 16)
@@ -59,7 +59,7 @@ def test_bench_synthetic(g4spec: Cli) -> None:
 
 def test_perplexity(g4spec: Cli) -> None:
     run = ("perplexity", "-m", "target.gguf", "text.txt", "--chunks", 1)
-    gpu, cpu = g4spec.json(*run, *GPU), g4spec.json(*run, "--device", "cpu")
+    gpu, cpu = g4spec.json(*run, *ON_GPU), g4spec.json(*run, "--device", "cpu")
     assert gpu["perplexity"]["value"] == pytest.approx(cpu["perplexity"]["value"], rel=0.02)
 
 

@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from tests.gpu import family
-from tests.gpu.device import needs_gpu
+from tests.gpu.device import GPU, needs_gpu
 from tests.oracle import build
 from tests.support.one_sequence import single_sequence
 
@@ -52,7 +52,7 @@ def files(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def load(target: Path, draft: Path | str | None = None, **settings: Any) -> Engine:
-    return Engine.load(target, draft, **({"n_ctx": family.CTX, "device": "cuda"} | settings))
+    return Engine.load(target, draft, **({"n_ctx": family.CTX, "device": GPU} | settings))
 
 
 def check_near(
@@ -182,7 +182,7 @@ def test_proposals_equal_the_references(tmp_path: Path, kind: str) -> None:
     made = family.DRAFTS[kind](tmp_path / kind, on)
     convert.convert(made, tmp_path / "draft.gguf", target=on, type="q8_0")
     texts = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", GPU):
         engine = load(target, tmp_path / "draft.gguf", device=device)
         prompt = prompts.prompts(engine.tokenizer, long_tokens=200)[-1].encode(engine.tokenizer)
         family.help_out(engine, prompt, lambda i: 0)

@@ -15,7 +15,7 @@ from g4spec.errors import EnvironmentProblem, KernelCompileError
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import graphs
-from tests.gpu.device import needs_gpu
+from tests.gpu.device import GPU, needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -63,7 +63,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def vectors() -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(1)
-    return torch.randn(N, device="cuda"), torch.randn(N, device="cuda")
+    return torch.randn(N, device=GPU), torch.randn(N, device=GPU)
 
 
 def scalars(b: float = 1, slow: int = 0) -> dict[str, float]:
@@ -82,7 +82,7 @@ def test_eager(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def test_current_stream_and_other_threads(file: str) -> None:
-    x, y = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    x, y = torch.ones(N, device=GPU), torch.zeros(N, device=GPU)
     axpy = launch.kernel(file, "axpy<1>")
     stream = torch.cuda.Stream()
 
@@ -106,7 +106,7 @@ def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
     """A chain of kernels, each reading the output of the one before, with torch ops between
     them."""
     kernels = launch.module(file, ["axpy<2>", "axpy<5>"])
-    x, y, z = (torch.randn(N, device="cuda") for _ in range(3))
+    x, y, z = (torch.randn(N, device=GPU) for _ in range(3))
     start = x.clone(), y.clone(), z.clone()
 
     def chain() -> None:
@@ -144,8 +144,8 @@ def test_a_kernel_may_overlap_the_writer_of_its_constant_input(file: str) -> Non
     """With few blocks, both kernels fit on the GPU at once. In a graph they overlap: the second
     kernel reads the old values."""
     kernels = launch.module(file, ["axpy<1>", "early"])
-    n, ones = BLOCK, torch.ones(BLOCK, device="cuda")
-    x, y = torch.zeros(BLOCK, device="cuda"), torch.full((BLOCK,), torch.nan, device="cuda")
+    n, ones = BLOCK, torch.ones(BLOCK, device=GPU)
+    x, y = torch.zeros(BLOCK, device=GPU), torch.full((BLOCK,), torch.nan, device=GPU)
 
     def run() -> None:
         kernels["axpy<1>"](1, BLOCK, x=ones, y=x, n=n, b=1, slow=2_000_000)
@@ -168,7 +168,7 @@ def test_shared_memory_above_48_kilobytes(file: str) -> None:
     through = launch.kernel(file, "through_shared")
     for size in (1024, limit, 65536 if limit > 65536 else 50_000):
         n = size // 4
-        x, y = torch.randn(n, device="cuda"), torch.zeros(n, device="cuda")
+        x, y = torch.randn(n, device=GPU), torch.zeros(n, device=GPU)
         through(1, 256, x=x, y=y, n=n, shared=size)
         assert torch.equal(y, x.flip(0)), size
     with pytest.raises(EnvironmentProblem, match=f"at most {limit} bytes"):
@@ -201,14 +201,14 @@ def test_warm_compiles_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(f"axpy<{n}>" for n in range(20, 24))
     launch.warm([Unit(file, names[:2]), Unit(file, names[2:])])
     monkeypatch.setattr(launch, "compile_all", lambda jobs: jobs and pytest.fail("compiled again"))
-    x, y = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    x, y = torch.ones(N, device=GPU), torch.zeros(N, device=GPU)
     for n, name in enumerate(names, 20):
         launch.kernel(file, name)(GRID, BLOCK, x=x, y=y, **scalars(0))
         assert torch.equal(y, x * n)
 
 
 def test_no_load_inside_a_capture(file: str) -> None:
-    x = torch.ones(N, device="cuda")
+    x = torch.ones(N, device=GPU)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.mul_(2)
@@ -222,7 +222,7 @@ def test_no_load_inside_a_capture(file: str) -> None:
 def test_collecting_an_old_graph_does_not_end_a_recording() -> None:
     def add() -> tuple[torch.Tensor, ...]:
         more = [[i] for i in range(1000)]  # triggers Python's garbage collector
-        return (torch.zeros(3, device="cuda") + len(more),)
+        return (torch.zeros(3, device=GPU) + len(more),)
 
     add()
     old: list[object] = [graphs.Capture(add, None)]

@@ -9,7 +9,7 @@ import torch
 
 from g4spec.runtime.engine import Engine
 from tests.gpu import family, hostile
-from tests.gpu.device import EMULATED
+from tests.gpu.device import EMULATED, GPU
 from tests.support import malformed
 from tests.support.nvfp4_files import with_nvfp4
 
@@ -55,7 +55,7 @@ def test_a_confidence_head_in_16_bits(tmp_path: Path) -> None:
     source = hostile.write_draft(tmp_path, family.DRAFTS["dspark"])
     name = "conf_proj.weight"
     path = malformed.changed(source, tmp_path / "bf16.gguf", name, malformed.bfloat16)
-    with Engine.load(target, path, n_ctx=hostile.CTX, device="cuda", draft_p_min=0.5) as engine:
+    with Engine.load(target, path, n_ctx=hostile.CTX, device=GPU, draft_p_min=0.5) as engine:
         assert hostile.text(engine, 3) == hostile.text(engine, 0)
 
 

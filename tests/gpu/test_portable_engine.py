@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
 from tests.emulator import kernels
 from tests.gpu import family, parity
-from tests.gpu.device import DEVICE, EMULATED
+from tests.gpu.device import DEVICE, EMULATED, GPU
 from tests.oracle import build
 from tests.support.one_sequence import single_sequence
 
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(target: Path, draft: Path | None = None, device: str = "") -> Engine:
-    device = device or ("cuda" if EMULATED else "cuda:portable")
+    device = device or (GPU if EMULATED else f"{GPU}:portable")
     return Engine.load(target, draft, n_ctx=family.CTX, device=device)
 
 

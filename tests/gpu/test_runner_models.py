@@ -22,7 +22,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.emulator import capture_guard
 from tests.gpu import family
-from tests.gpu.device import DEVICE, EMULATED
+from tests.gpu.device import DEVICE, EMULATED, GPU
 from tests.oracle import build
 from tests.support import tiny
 from tests.support.kinds import RUNNER, RUNNER_WINDOW
@@ -79,7 +79,7 @@ def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     path = folder / f"{draft}.gguf" if draft in RUNNER else draft
     given: dict[str, Any] = {
         "n_ctx": CTX,
-        "device": "cuda",
+        "device": GPU,
         "parallel": SLOTS,
         "chunk": PROMPT_BLOCK,
     } | settings

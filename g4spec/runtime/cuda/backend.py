@@ -56,7 +56,6 @@ class CudaBackend:
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.cache_type = cache_type
-        self.enter()
         gpu_memory.join_free(self.device.index or 0)
         self.ops = CudaOps(str(self.device), portable)
         self.title = self.ops.title
@@ -69,10 +68,6 @@ class CudaBackend:
     def budget(self) -> gpu_memory.Card:
         """Sizes in bytes, and free memory of the GPU."""
         return gpu_memory.Card(self.device, self.cache_type, self.ops.portable)
-
-    def enter(self) -> None:
-        """Make the GPU the current device of the calling thread, for kernels, graphs and events."""
-        torch.cuda.set_device(self.device)
 
     def load(self, file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> Any:
         """Load a tensor: vectors, F32 and index tensors as torch tensors, other matrices as
