@@ -3,6 +3,7 @@ between."""
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -45,11 +46,19 @@ class Capture:
         handle = pool.handle if pool else None
         self.graph = torch.cuda.CUDAGraph()
         order = nullcontext() if overlap else launch.in_order()
-        with _nothing_collected(), order, torch.cuda.graph(self.graph, pool=handle):
+        stream = _capture_stream(torch.cuda.current_device())
+        with _nothing_collected(), order, torch.cuda.graph(self.graph, handle, stream):
             self.outputs = run()
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream for recordings on a GPU. The default of `torch.cuda.graph` belongs to the
+    GPU that the process recorded on first, and makes it the current one."""
+    return torch.cuda.Stream(device)
 
 
 class OpByOp:
