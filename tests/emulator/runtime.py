@@ -110,6 +110,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "get_device_name": lambda device=None: "emulator",
         "graph_pool_handle": lambda: None,
         "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: SimpleNamespace(synchronize=lambda: None),
         "empty_cache": lambda: None,
         "device": lambda device: contextlib.nullcontext(),
         "mem_get_info": lambda device=None: (1 << 24, 1 << 24),

@@ -181,7 +181,7 @@ def test_wrong_arguments(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) 
     axpy = launch.kernel(file, "axpy<3>")
     right = {"x": x, "y": y, **scalars()}
     wrong: dict[str, dict[str, Any]] = {
-        "argument x: expected a tensor on cuda:0, found cpu": {"x": x.cpu()},
+        f"argument x: expected a tensor on {x.device}, found cpu": {"x": x.cpu()},
         "argument x: expected a contiguous tensor": {"x": x[::2]},
         "argument n: expected bool or int or int32, found int64": {"n": np.int64(N)},
     }

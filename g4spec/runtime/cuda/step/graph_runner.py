@@ -243,7 +243,7 @@ class GraphRunner:
         samplers = [w.chooser.sampler for w in work]
         suppress, choice = samplers[0].suppress, self._choice
         if suppress != choice.suppress:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()  # not the GPU: another engine may record
             self._graphs.clear()
             self._choice = Choice(
                 choice.columns, self._target.ops.device, suppress=suppress, room=choice.room

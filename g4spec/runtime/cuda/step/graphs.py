@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
 
 from g4spec.runtime.cuda.build import launch
+
+MODE = "thread_local"
+"""Other threads of the process may allocate memory and wait for a GPU during a recording."""
+
+_one_at_a_time = threading.Lock()
+"""Held while a thread records; several engines share a GPU's stream for it."""
 
 
 class Pool:
@@ -42,12 +49,12 @@ class Capture:
     def __init__(
         self, run: Callable[[], tuple[torch.Tensor, ...]], pool: Pool | None, overlap: bool = True
     ) -> None:
-        torch.cuda.synchronize()
         handle = pool.handle if pool else None
         self.graph = torch.cuda.CUDAGraph()
         order = nullcontext() if overlap else launch.in_order()
         stream = _capture_stream(torch.cuda.current_device())
-        with _nothing_collected(), order, torch.cuda.graph(self.graph, handle, stream):
+        recording = torch.cuda.graph(self.graph, handle, stream, MODE)
+        with _one_at_a_time, _nothing_collected(), order, recording:
             self.outputs = run()
 
     def replay(self) -> None:
@@ -58,7 +65,7 @@ class Capture:
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Return the stream for recordings on a GPU. The default of `torch.cuda.graph` belongs to the
     GPU that the process recorded on first, and makes it the current one."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class OpByOp:

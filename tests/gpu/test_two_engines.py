@@ -1,9 +1,10 @@
-"""An engine on the second GPU: the first one and the caller's current device are left alone."""
+"""Two engines in one process, on one GPU or two; the caller's current device stays as it was."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 
@@ -16,14 +17,13 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.gpu import family
+from tests.gpu.device import needs_gpu
 from tests.oracle import build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
-GPUS = "cuda:0", "cuda:1"
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PAIRS = [("cuda:0", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=needs_two)]
 PROMPTS = [build.prompt(n, family.VOCAB, n) for n in (3, 2 * family.WINDOW + 5, 40)]
 SAMPLERS = [Sampler(), Sampler(temperature=0.8, seed=3), Sampler()]
 TOKENS = 24
@@ -61,7 +61,8 @@ def text(cycles: Iterable[Cycle | None]) -> Text:
     return [t for c in read for t in c.tokens], [x for c in read for x in c.logits]
 
 
-def test_it_uses_no_memory_of_the_first(files: dict[str, Path]) -> None:
+@needs_two
+def test_the_first_gpu_is_left_alone(files: dict[str, Path]) -> None:
     torch.empty(1, device="cuda:0")  # its context
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(0)[0], torch.cuda.memory_reserved(0)
@@ -72,38 +73,52 @@ def test_it_uses_no_memory_of_the_first(files: dict[str, Path]) -> None:
     assert torch.empty(1, device="cuda").device.index == 0
 
 
-def test_two_engines_in_turn(files: dict[str, Path]) -> None:
+@pytest.mark.parametrize("devices", PAIRS)
+def test_two_engines_in_turn(files: dict[str, Path], devices: tuple[str, str]) -> None:
     """Steps of both alternate in one thread."""
-    with load(files, GPUS[0]) as a, load(files, GPUS[1]) as b:
+    with load(files, devices[0]) as a, load(files, devices[1]) as b:
         for pair in zip(submit(a), submit(b), strict=True):
             one, other = (text(cycles) for cycles in zip(*zip_longest(*pair), strict=True))
             assert one == other and len(one[0]) >= TOKENS
 
 
-def test_two_engines_at_once(files: dict[str, Path]) -> None:
-    with load(files, GPUS[0]) as engine:
+@pytest.mark.parametrize("devices", PAIRS)
+def test_two_engines_at_once(files: dict[str, Path], devices: tuple[str, str]) -> None:
+    """Each records its steps while the other one allocates memory and waits for results."""
+    with load(files, devices[0]) as engine:
         wanted = [text(r) for r in submit(engine)]
-    found: dict[str, list[Text]] = {}
-    with load(files, GPUS[0]) as a, load(files, GPUS[1]) as b:
+    with load(files, devices[0]) as a, load(files, devices[1]) as b, ThreadPoolExecutor() as pool:
         for engine in (a, b):
             engine.start()
-
-        def read(device: str, engine: Engine) -> None:
-            for _ in range(3):
-                found[device] = [text(r) for r in submit(engine)]
-
-        threads = [
-            threading.Thread(target=read, args=pair) for pair in zip(GPUS, (a, b), strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert found == {GPUS[0]: wanted, GPUS[1]: wanted}
+        found = pool.map(lambda engine: [text(r) for r in submit(engine)], [a, b] * 3)
+        assert all(texts == wanted for texts in found)
 
 
+def test_a_program_that_allocates_meanwhile(files: dict[str, Path]) -> None:
+    done = threading.Event()
+
+    def work() -> int:
+        count = 0
+        while not done.is_set():
+            x = torch.zeros(1 << 20, device="cuda:0")
+            x.sum().item()
+            del x
+            torch.cuda.empty_cache()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor() as pool, load(files, "cuda:0") as engine:
+        counted = pool.submit(work)
+        try:
+            texts = [text(r) for r in submit(engine)]
+        finally:
+            done.set()
+        assert all(len(ids) >= TOKENS for ids, _ in texts) and counted.result() > 0
+
+
+@needs_two
 def test_perplexity_of_one_against_the_other(files: dict[str, Path]) -> None:
     parts = [build.prompt(64, family.VOCAB, i) for i in range(3)]
-    with load(files, GPUS[0]) as a, load(files, GPUS[1]) as b:
+    with load(files, "cuda:0") as a, load(files, "cuda:1") as b:
         found = perplexity.measure(b, parts, base=a).against
         assert found is not None and found.divergence.value == 0 and found.same_top.value == 1
