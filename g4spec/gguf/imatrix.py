@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import InputError, UsageError
+from g4spec.gguf import fused
 from g4spec.gguf.atomic import check_writable
 from g4spec.gguf.reader import GGUF, is_gguf
 from g4spec.gguf.values import KV, ValueType, array, string, u32
@@ -71,7 +72,7 @@ class Imatrix:
 
         Raises InputError for an entry of another shape.
         """
-        entry = self.entries.get(name)
+        entry = self.entries.get(name) or self.entries.get(fused.whole_name(name))
         if entry is None:
             return None
         experts, sums = shape[0] if len(shape) > 2 else 1, entry.sums

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import parts, regular_files, string_arrays
+from g4spec.gguf import fused, parts, regular_files, string_arrays
 from g4spec.gguf.header import MAGIC, NUMBERS, Header
 from g4spec.gguf.values import Value, ValueType
 
@@ -40,7 +40,8 @@ class GGUF(Mapping[str, Any]):
         size: size of this file in bytes.
         version, alignment: values of the container.
         kv: the metadata (the object itself).
-        tensors: name -> TensorInfo, in file order.
+        tensors: name -> TensorInfo, in file order; of a target with queries, keys and values in one
+            tensor (`fused.py`) each of them.
         data_start: byte position of the data section.
 
     Raises InputError if the file is malformed, Unsupported for big-endian files and version 1.
@@ -57,6 +58,8 @@ class GGUF(Mapping[str, Any]):
             self._locations = self._header.locations
             if join_parts:
                 parts.join(self)
+                if self.get("general.architecture") == "gemma4":
+                    self.tensors = fused.separate(self.tensors)
                 self._locations = {k: v for k, v in self._locations.items() if k not in parts.KEYS}
                 self._cache.clear()
         except BaseException:

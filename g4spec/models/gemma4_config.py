@@ -218,7 +218,8 @@ def parse_gguf(
         )
     if fused := [name for name in tensors if ".attn_qkv." in name]:
         raise Unsupported(
-            f"tensor {fused[0]} has queries, keys and values; this version has no code for it",
+            f"tensor {fused[0]} cannot be divided into queries, keys and values",
+            expected="a matrix of them, beside `attn_output` and without one of its parts",
             fix="convert the checkpoint again with a tensor for each",
         )
     # An assistant's layers all share: with its target, and not with each other.

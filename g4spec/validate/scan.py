@@ -8,7 +8,7 @@ releases the GIL, so tensors are processed in parallel.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
-from g4spec.gguf import GGUF
-from g4spec.validate.header import Tensor
+from g4spec.gguf import GGUF, TensorInfo
 
 CHUNK = 1 << 19  # bytes per chunk
 SAMPLE = 4096  # bytes at each end, compared first to find duplicates
@@ -63,36 +62,38 @@ class Stats:
     sample: bytes = b""
 
 
-def scan(
-    file: GGUF, tensors: Iterable[Tensor], progress: Callable[[int, int], None] | None
-) -> dict[str, Stats]:
+def scan(file: GGUF, progress: Callable[[int, int], None] | None) -> dict[str, Stats]:
     """Return tensor name -> Stats, for every tensor of a supported type."""
-    entries = [t for t in tensors if t.type_name in FLOATS or t.type_name in BLOCKS]
-    total = sum(t.nbytes or 0 for t in entries)
+    entries = [t for t in file.tensors.values() if _type_name(t) in (*FLOATS, *BLOCKS)]
+    total = sum(t.nbytes for t in entries)
     done, out = 0, {}
 
-    def look(entry: Tensor) -> Stats:
+    def look(entry: TensorInfo) -> Stats:
         return _tensor(file, entry)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         # Small tensors are faster without a thread.
-        ahead = {t.name: pool.submit(look, t) for t in entries if (t.nbytes or 0) > CHUNK // 16}
+        ahead = {t.name: pool.submit(look, t) for t in entries if t.nbytes > CHUNK // 16}
         for entry in entries:
             future = ahead.pop(entry.name, None)
             out[entry.name] = future.result() if future else look(entry)
-            done += entry.nbytes or 0
+            done += entry.nbytes
             if progress is not None:
                 progress(done, total)
     return out
 
 
-def _tensor(file: GGUF, entry: Tensor) -> Stats:
+def _type_name(entry: TensorInfo) -> str:
+    return entry.format.name.upper()
+
+
+def _tensor(file: GGUF, entry: TensorInfo) -> Stats:
     raw = file.raw(entry.name).reshape(-1)
     stats = Stats(sample=raw[:SAMPLE].tobytes() + raw[-SAMPLE:].tobytes())
-    if entry.type_name in FLOATS:
-        _floats(raw, FLOATS[entry.type_name], stats)
+    if (type := _type_name(entry)) in FLOATS:
+        _floats(raw, FLOATS[type], stats)
     else:
-        _blocks(raw, BLOCKS[entry.type_name], stats)
+        _blocks(raw, BLOCKS[type], stats)
     return stats
 
 

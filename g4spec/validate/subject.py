@@ -188,8 +188,8 @@ class Subject:
         return info.shape if info is not None else None
 
     def type_name(self, tensor: str) -> str | None:
-        entry = self.entries.get(tensor)
-        return entry.type_name if entry is not None else None
+        info = self.open_file.tensors.get(tensor)
+        return info.format.name.upper() if info is not None else None
 
     @cached_property
     def entries(self) -> Mapping[str, header.Tensor]:
@@ -227,7 +227,7 @@ class Subject:
     @cached_property
     def stats(self) -> dict[str, scan.Stats]:
         """Statistics of every tensor, from one pass over the data."""
-        return scan.scan(self.open_file, self.entries.values(), self.progress)
+        return scan.scan(self.open_file, self.progress)
 
     @cached_property
     def conversion(self) -> expected_metadata.ExpectedMetadata:

@@ -169,8 +169,8 @@ def test_a_draft_that_only_g4spec_runs(family: dict[str, Path], tmp_path: Path) 
 def test_unsupported_types_and_tensor_names_are_reported(
     family: dict[str, Path], tmp_path: Path
 ) -> None:
-    """llama.cpp only computes with Q8_1, and g4spec does not know the tensor name attn_qkv: the
-    file opens but cannot be run."""
+    """llama.cpp only computes with Q8_1, and a tensor attn_qkv beside one of its parts cannot be
+    divided: the file opens but cannot be run."""
     machine = assume(FACTS, "RTX 3090")
 
     def refusal(target: Path, draft: Path | None = None) -> str:

@@ -1,5 +1,5 @@
-"""Files of targets with experts as other programs write them: gate and up projections apart, and
-fallback types for rows that 256 does not divide."""
+"""Files of targets as other programs write them: the experts' gate and up projections apart,
+fallback types for rows that 256 does not divide, and queries, keys and values in one tensor."""
 
 from __future__ import annotations
 
@@ -71,6 +71,20 @@ def apart(file: GGUF, info: TensorInfo) -> list[TensorData]:
     ]
 
 
+def fused(file: GGUF, info: TensorInfo) -> list[TensorData]:
+    """Store queries, keys and values of a layer in one tensor where it has all three, as upstream's
+    `--fuse-qkv` does."""
+    layer, _, rest = info.name.rpartition(".attn_")
+    parts = [f"{layer}.attn_{x}.weight" for x in "qkv"]
+    if info.name not in parts or not file.tensors.keys() >= set(parts):
+        return same(file, info)
+    if rest != "q.weight":
+        return []
+    rows = sum(file.tensors[name].shape[0] for name in parts)
+    data = np.concatenate([file.raw(name) for name in parts])
+    return [TensorData(f"{layer}.attn_qkv.weight", (rows, info.shape[1]), info.type, [data])]
+
+
 def with_down(type: str) -> Change:
     """Return the change of the experts' down projections to random blocks of a type."""
 
@@ -124,3 +138,35 @@ def test_split_experts_are_quantized_again(source: Path, tmp_path: Path) -> None
     for path, name in ((source, "joined"), (split, "apart")):
         quantize(path, tmp_path / f"{name}.gguf", type="q4_0")
     assert torch.equal(logits(tmp_path / "joined.gguf"), logits(tmp_path / "apart.gguf"))
+
+
+@pytest.mark.parametrize("type", ["f32", "bf16", "q6_k"])
+def test_fused_projections_compute_what_separate_ones_do(
+    source: Path, tmp_path: Path, type: str
+) -> None:
+    """The full layer, whose values are its keys, has no fused tensor. Rows of 210 bytes (Q6_K) put
+    keys and values at odd offsets."""
+    quantize(source, apart := tmp_path / "apart.gguf", type=type)
+    joined = rewritten(apart, tmp_path / "joined.gguf", fused)
+    expected = logits(apart)
+    assert torch.equal(logits(joined), expected)
+    report = validate(joined)
+    assert report.ok and not report.unable
+    made = []
+    for path in (joined, apart):
+        quantize(path, out := tmp_path / f"{path.stem}-4.gguf", type="q4_0", allow_requantize=True)
+        with GGUF(path) as before, GGUF(out) as after:
+            made.append([{n: bytes(f.raw(n)) for n in f.tensors} for f in (before, after)])
+    assert made[0] == made[1]
+
+
+def test_layers_that_share_keys_have_fused_projections_too(tmp_path: Path) -> None:
+    """Checkpoints of E2B and E4B have keys and values that no layer reads."""
+    folder = tiny.target(
+        tmp_path / "target", layers=6, period=3, shared=3, spare=True, k_eq_v=False
+    )
+    convert(folder, apart := tmp_path / "apart.gguf", type="bf16")
+    joined = rewritten(apart, tmp_path / "joined.gguf", fused)
+    assert b"blk.5.attn_qkv.weight" in joined.read_bytes()
+    assert torch.equal(logits(joined), logits(apart))
+    assert validate(joined, against=folder).ok

@@ -61,6 +61,16 @@ def test_a_file_is_read_as_it_was_written_and_by_gguf_py(tmp_path: Path, source:
     assert theirs.fields["imatrix.chunk_count"].parts[-1].tolist() == [1]
 
 
+def test_fused_projections_have_one_entry() -> None:
+    """As llama-imatrix writes them for a file that holds them in one tensor."""
+    entry = Entry(np.array([[3, 1]], np.float32), np.array([2]))
+    made = Imatrix({"blk.0.attn_qkv.weight": entry}, 1, 512)
+    for name in "qkv":
+        weights = made.weights(f"blk.0.attn_{name}.weight", (4, 2))
+        assert weights is not None and weights.tolist() == [[1.5, 0.5]]
+    assert made.weights("blk.0.attn_output.weight", (4, 2)) is None
+
+
 def test_weights_are_means_of_each_expert() -> None:
     sums = np.float32([[2, 6], [0, 0], [5, 5]])
     made = Imatrix({"w": Entry(sums, np.array([2, 0, 0]))}, 1, 512)

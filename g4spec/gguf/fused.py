@@ -1,0 +1,53 @@
+"""Queries, keys and values of a Gemma 4 layer in one tensor, `blk.N.attn_qkv.weight`, as written by
+`convert_hf_to_gguf.py --fuse-qkv` for layers that have all three.
+
+Rows are contiguous in every type, so each of the three is a range of its bytes.
+Source: llama.cpp `conversion/base.py`, `src/models/gemma4.cpp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from g4spec.gguf.header import TensorInfo
+
+_PART = re.compile(r"\.attn_[qkv]\.")
+_WHOLE = ".attn_qkv."
+
+
+def whole_name(name: str) -> str:
+    """Return the name of the tensor that may hold tensor `name` too; of other tensors their own."""
+    return _PART.sub(_WHOLE, name)
+
+
+def separate(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the tensors of a target with queries, keys and values apart, in the order of the file.
+
+    A tensor of an unexpected shape, or beside one of its parts, stays as it is.
+    """
+    out: dict[str, TensorInfo] = {}
+    for info in tensors.values():
+        out |= _parts(info, tensors) or {info.name: info}
+    return out
+
+
+def _parts(whole: TensorInfo, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return the parts of a tensor. Queries have as many rows as `attn_output` has columns; keys
+    and values share the other rows."""
+    names = [whole.name.replace(_WHOLE, f".attn_{part}.") for part in "qkv"]
+    output = tensors.get(whole.name.replace(_WHOLE, ".attn_output."))
+    if not whole.name.endswith(f"{_WHOLE}weight") or tensors.keys() & set(names):
+        return {}
+    if output is None or len(output.shape) != 2 or len(whole.shape) != 2:
+        return {}
+    n_q, n_kv = output.shape[1], whole.shape[0] - output.shape[1]
+    if n_kv <= 0 or n_kv % 2:
+        return {}
+    out, at, row_bytes = {}, whole.offset, whole.nbytes // whole.shape[0]
+    for name, rows in zip(names, (n_q, n_kv // 2, n_kv // 2), strict=True):
+        size = rows * row_bytes
+        out[name] = replace(whole, name=name, shape=(rows, whole.shape[1]), offset=at, nbytes=size)
+        at += size
+    return out
