@@ -35,6 +35,14 @@ OPTIONAL_PREFIXES = (
     provenance.T2D_SHA256,
 )
 """Prefixes of keys that files of other tools may lack without harm."""
+DEFAULTED_KEYS = (
+    "attention.causal",
+    "norm_before_fc",
+    "norm_before_residual",
+    "rope.dimension_count",
+)
+"""Keys of drafts, without the architecture. If a file lacks them, llama.cpp and this program take
+the same value: false, or the key length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from g4spec import models
 from g4spec.convert import expected_metadata, provenance
 from g4spec.convert.tokenizer import STOP_IDS
-from g4spec.errors import UsageError
+from g4spec.errors import InputError, UsageError
 from g4spec.gguf import Value
+from g4spec.models.pairing import TOKENS
 from g4spec.models.spec import END_TOKENS, stop_ids
 from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
+from g4spec.validate.rules.block import FROM_ANCHOR
 from g4spec.validate.rules.keys import most_type
+from g4spec.validate.rules.prompts import MASK
 from g4spec.validate.subject import Subject
 
 SOURCE, OWN = Needs.SOURCE, Needs.OWN_SOURCE
@@ -121,12 +126,15 @@ def described(s: Subject) -> Findings:
     wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
     optional = expected_metadata.OPTIONAL_KEYS
     for key, value in wanted.items():
+        if not ours and _of_the_target(s, key):
+            continue
         if key in s.keys:
             yield from _difference(key, value, s.open_file.value(key))
         elif key not in optional and (ours or not _dispensable(s, key, value)):
             yield Finding(key, _shown(value.data), "nothing", RECONVERT)
     for key in s.keys:
-        if key not in wanted and s.conversion.covers(key, arch):
+        extra = key not in wanted and s.conversion.covers(key, arch)
+        if extra and (ours or not _of_the_target(s, key)):
             yield Finding(key, "no such key", _shown(s.open_file.value(key).data), RECONVERT)
     if "general.file_type" not in s.keys and (number := _file_type(s)) is not None:
         yield Finding("general.file_type", number, "nothing", RECONVERT)
@@ -150,7 +158,29 @@ def _dispensable(s: Subject, key: str, value: Value) -> bool:
     if key == STOP_IDS:
         named = [s.open_file.get(f"tokenizer.ggml.{name}_token_id") for name in END_TOKENS]
         return stop_ids(n for n in named if isinstance(n, int)).issuperset(value.data)
-    return key.startswith(expected_metadata.OPTIONAL_PREFIXES)
+    return key.startswith(expected_metadata.OPTIONAL_PREFIXES) or _is_default(s, key, value)
+
+
+def _is_default(s: Subject, key: str, value: Value) -> bool:
+    """Return True if a draft without this key computes the same, here and in llama.cpp, which does
+    not know this program's own keys."""
+    short, file = key.removeprefix(f"{s.arch}."), s.open_file
+    known = key.startswith("g4spec.") or short in expected_metadata.DEFAULTED_KEYS
+    if s.config is None or s.kind is None or s.arch in models.TARGETS or not known:
+        return False
+    if key == FROM_ANCHOR and not any(spec.window for spec in s.config.layers):
+        return True
+    keys: Any = ChainMap({key: value.data}, file)  # type: ignore[arg-type]
+    with suppress(InputError):
+        return bool(s.kind.parse_gguf(keys, file.shapes()) == s.config)
+    return False
+
+
+def _of_the_target(s: Subject, key: str) -> bool:
+    """Return True for a draft's tokenizer settings, from which nothing is computed. Rules of the
+    family PAIR compare them with the target's."""
+    own = key in (TOKENS, MASK) or not key.startswith("tokenizer.ggml.")
+    return s.arch not in models.TARGETS and not own
 
 
 def _file_type(s: Subject) -> int | None:
