@@ -1,7 +1,7 @@
 """Stack experts that a checkpoint stores as separate 2-D tensors, as quantizing tools write them.
 
 The results are the 3-D tensors of the model, with gate rows before up rows. They are read lazily:
-no more than a block of rows is in memory.
+no more than a block of rows is in memory. Files by llama.cpp may have gate and up rows apart.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from g4spec.errors import InputError
 from g4spec.quant.format import Bytes
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(gate|up|down)_proj\.weight")
+HALF = re.compile(r"(.*\.experts\.|.*\.ffn_)(gate|up)(_proj|_exps\.weight)")
+"""Name of gate or up projections alone, in a checkpoint or a GGUF."""
 
 
 def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -42,6 +44,34 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             parts = [out.pop(names[i, half]) for i in range(count) for half in halves]
             out[f"{base}.{result}"] = _joined(f"{base}.{result}", parts, count)
     return out
+
+
+def fused_name(name: str) -> str:
+    """Return the name of the tensor that may hold gate or up projections `name`, "" for others."""
+    found = HALF.fullmatch(name)
+    return f"{found[1]}gate_up{found[3]}" if found else ""
+
+
+def half(name: str, fused: StoredTensor) -> StoredTensor | None:
+    """Return the gate or up projections `name` of a tensor that holds both, None if it cannot."""
+    found = HALF.fullmatch(name)
+    if found is None or fused.format is None or len(fused.shape) != 3 or fused.shape[1] % 2:
+        return None
+    n, both, columns = fused.shape
+    count = both // 2
+    offset = count if found[2] == "up" else 0
+
+    def read(a: int, b: int) -> Bytes:
+        blocks, at = [], a
+        while at < b:
+            expert, row = divmod(at, count)
+            stop, first = min(b, (expert + 1) * count), expert * both + offset + row
+            blocks.append(fused.rows(first, first + stop - at))
+            at = stop
+        return np.concatenate(blocks)
+
+    shape = (n, count, columns)
+    return LazyTensor(name, shape, fused.dtype, fused.format, read, fused.note, fused.nbytes // 2)
 
 
 def _joined(name: str, parts: Sequence[StoredTensor], count: int) -> StoredTensor:

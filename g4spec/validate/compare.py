@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
-from g4spec.convert import derived, provenance, sources
+from g4spec.convert import derived, experts, provenance, sources
 from g4spec.convert.plan import canonical_name
 from g4spec.convert.tensors import StoredTensor, same_bytes, worker_pool
 from g4spec.errors import InputError
@@ -190,7 +190,7 @@ class _Compare:
         for spec in self.s.specs.values():
             info = self.s.open_file.tensors.get(spec.name)
             name = spec.name if self.same_names else spec.source
-            left.discard(name or "")
+            left -= {name or "", experts.fused_name(name or "")}
             source = self._source(spec, name)
             if info is None or self._is_factor(spec.name):
                 continue  # reported by G4-TNS-001, or compared with the weight
@@ -213,6 +213,9 @@ class _Compare:
     def _source(self, spec: TensorSpec, name: str | None) -> StoredTensor | None:
         """Return the source tensor, transformed as a conversion would."""
         tensor = self.source.get(name or "")
+        fused = self.source.get(experts.fused_name(name or ""))
+        if tensor is None and name and fused is not None:
+            tensor = experts.half(name, fused)
         if not self.same_names and spec.make == "rope_freqs":
             return _made(spec.name, derived.rope_freqs(self.s.config))
         if self.same_names or tensor is None or tensor.format is None:

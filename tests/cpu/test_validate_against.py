@@ -15,6 +15,7 @@ from g4spec import quant
 from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.convert.tensors import StoredTensor
+from g4spec.gguf import GGUF
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.quant import policy
 from g4spec.validate import all_rules, validate
@@ -294,6 +295,46 @@ def test_nvfp4_weights_are_compared_with_their_factors(tmp_path: Path) -> None:
     assert report.tensors and all(t["relative_rms"] < 1e-3 for t in report.tensors)
     report = validate(path, None, tmp_path / "t.gguf")
     assert "G4-CMP-006" in {f.rule.id for f in report.failures}
+
+
+def test_split_experts_are_compared_with_fused_ones(tmp_path: Path) -> None:
+    """llama.cpp writes gate and up projections of NVFP4 checkpoints as two tensors, also of the
+    26B-A4B, whose original checkpoint has one."""
+    sizes = {"hidden": 64, "inter": 64, "experts": 4, "expert_inter": 64, "layers": 2, "period": 2}
+    source = tiny.target(tmp_path / "t", **sizes)
+    convert(source, tmp_path / "t.gguf", type="f32")
+    file = faults.read(with_nvfp4(tmp_path / "t.gguf", tmp_path / "nvfp4.gguf"))
+    base = with_nvfp4(tmp_path / "t.gguf", tmp_path / "base.gguf", dequantized=True)
+    for i in range(2):
+        both = file.tensors.pop(f"blk.{i}.ffn_gate_up_exps.weight")
+        halves = np.frombuffer(both.data, np.uint8).reshape(4, 2, -1)
+        scale = file.tensors.pop(f"blk.{i}.ffn_gate_up_exps.scale")
+        for half, name in enumerate(("gate", "up")):
+            part = fx.Entry((4, 64, 64), both.type, halves[:, half].tobytes())
+            file.tensors[f"blk.{i}.ffn_{name}_exps.weight"] = part
+            file.tensors[f"blk.{i}.ffn_{name}_exps.scale"] = scale
+    file.kv = {key: value for key, value in file.kv.items() if not key.startswith("g4spec.")}
+    path = file.write(tmp_path / "split.gguf")
+    with GGUF(base) as found:
+        config = gemma4.parse_gguf(found, found.shapes())
+        specs = [spec for spec in gemma4.tensors(config) if spec.source]
+        tensors: Tensors = {str(s.source): (found.array(s.name), "F32") for s in specs}
+    settings = json.loads((source / "config.json").read_text())
+    original = folder(tmp_path / "original", settings, tensors)
+    for against in (original, base):
+        report = validate(path, None, against, only=TENSOR_RULES)
+        assert not [f for f in report.failures if f.rule.family == "CMP"]
+        names = {t["name"] for t in report.tensors}
+        assert {f"blk.1.ffn_{name}_exps.weight" for name in ("gate", "up", "down")} <= names
+        assert all(t["relative_rms"] < 1e-3 for t in report.tensors)
+    up = file.tensors["blk.1.ffn_up_exps.weight"]
+    file.tensors["blk.1.ffn_up_exps.weight"] = file.tensors["blk.1.ffn_gate_exps.weight"]
+    file.tensors["blk.1.ffn_gate_exps.weight"] = up
+    report = validate(file.write(path), None, original, only=["G4-CMP-006"])
+    assert {f.finding.where.partition("[")[0] for f in report.failures} == {
+        "blk.1.ffn_gate_exps.weight",
+        "blk.1.ffn_up_exps.weight",
+    }
 
 
 @pytest.mark.parametrize("type", sample(policy.names(), 8))
