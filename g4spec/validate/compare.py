@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -28,21 +27,13 @@ from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec, factors_name
 from g4spec.quant import Format
+from g4spec.validate import rounding
 
 BLOCK_VALUES = 1 << 18
-SLACK = 1 + 1e-5  # factor on the error bounds, which are computed in float32
 
 HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
 """Type in the file -> source types whose values it holds exactly."""
-RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
-"""Half a unit in the last place, relative to the value."""
-UNRELATED = 1.1
-"""Relative RMS error above which two tensors have nothing to do with each other."""
-USUAL_FACTOR = 4.0
-"""Maximum relative RMS error of types without an error bound, times 2 to the bits of a value:
-twice the error of a normal distribution or more, but for ternary types."""
 IMATRIX_KEYS = ("quantize.imatrix.file", "quantize.imatrix.entries_count")
-TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +145,7 @@ def _other_model(c: Comparison, recorded: str) -> str:
     missing, reshaped = len(c.sourceless), len(c.shapes)
     total = len(c.tensors) + missing + reshaped
     known = recorded and c.digest
-    counted = [t for t in differing if known or t.relative_rms > UNRELATED]
+    counted = [t for t in differing if known or t.relative_rms > rounding.UNRELATED]
     if 2 * (len(counted) + missing + reshaped) <= total:
         return ""
     return (
@@ -329,7 +320,7 @@ def difference(
         got = got if by is None else got * by[start : start + step]
         want = source.format.array(source.rows(start, start + shape[0]), shape)
         off = np.abs(got - want) if not form.integer else np.abs(got.astype(float) - want)
-        allowed = _allowed(form, want) if not exact else 0.0
+        allowed = 0.0 if exact else rounding.allowed(form, want, source.format)
         error += float(np.square(off, dtype=np.float64).sum())
         power += float(np.square(want, dtype=np.float64).sum())
         if off.size and float(off.max()) > worst:
@@ -342,7 +333,7 @@ def difference(
         if first is None and bad.any():
             first = _values(start * width, int(np.argmax(bad)), want, got)
     rms = math.sqrt(error / power) if power else (0.0 if not error else math.inf)
-    if first is None and not exact and rms > _largest_rms(form):
+    if first is None and not exact and rms > rounding.largest_rms(form):
         first = largest
     where = None
     if first is not None:
@@ -354,7 +345,7 @@ def difference(
         worst,
         rms,
         exact,
-        0.0 if exact else usual_rms(form),
+        0.0 if exact else rounding.usual_rms(form),
         where,
         *(first[1:] if first else ()),
     )
@@ -363,36 +354,3 @@ def difference(
 def _values(start: int, at: int, want: NDArray[Any], got: NDArray[Any]) -> tuple[int, float, float]:
     """Return the index and both values of entry `at` of a block that begins at `start`."""
     return start + at, float(want.reshape(-1)[at]), float(got.reshape(-1)[at])
-
-
-def _largest_rms(form: Format) -> float:
-    """Return the maximum relative RMS error of a type whose values have no error bound."""
-    if form.name in RELATIVE or form.bound is not None:
-        return math.inf
-    return min(UNRELATED, USUAL_FACTOR / math.exp2(8 * form.block_bytes / form.block))
-
-
-@cache
-def usual_rms(form: Format) -> float | None:
-    """Return the relative RMS error of normally distributed weights in a type, to compare others
-    with; None for a type that cannot be written."""
-    if form.encode is None:
-        return None
-    x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
-    error = form.dequantize(form.quantize(x)) - x
-    return float(np.sqrt(np.square(error).mean() / np.square(x).mean()))
-
-
-def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return the maximum rounding error of the format for each value."""
-    if form.name in RELATIVE:
-        relative, tiny = RELATIVE[form.name] * SLACK, TINY[form.name]
-        size: NDArray[np.float32] = np.abs(want)
-        size = size * np.float32(relative) + np.float32(tiny)
-        return size
-    if form.bound is None:
-        return np.full_like(want, np.inf)
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = form.bound(np.ascontiguousarray(want).reshape(-1)) * np.float32(SLACK)
-    out: NDArray[np.float32] = found.reshape(want.shape)
-    return out

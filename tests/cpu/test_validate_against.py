@@ -19,8 +19,9 @@ from g4spec.gguf import GGUF
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.quant import policy
 from g4spec.validate import all_rules, validate
-from g4spec.validate.compare import difference, usual_rms
+from g4spec.validate.compare import difference
 from g4spec.validate.needs import OTHER_SOURCE
+from g4spec.validate.rounding import usual_rms
 from g4spec.validate.rule import Severity
 from tests.cpu import gguf_fixtures as fx
 from tests.support import faults, tiny
@@ -283,6 +284,20 @@ def test_types_without_an_error_bound_are_compared_too(name: str) -> None:
     assert first(x) is None
     for wrong in (np.roll(x, 1, 0), -x, x / 3):
         assert first(wrong) is not None
+
+
+@pytest.mark.parametrize(
+    ("first", "type"), [("bf16", "q4_0"), ("bf16", "q5_1"), ("bf16", "q8_0"), ("f16", "q8_0")]
+)
+def test_values_may_be_rounded_to_16_bits_before(first: str, type: str) -> None:
+    """An F32 checkpoint is converted to 16 bits, and that file quantized."""
+    half, form = quant.get(first), quant.get(type)
+    x = 0.02 * np.random.default_rng(0).standard_normal((256, 2048), dtype=np.float32)
+    source = StoredTensor("x", x.shape, "F32", F32, x.reshape(-1).view(np.uint8))
+    raw = form.quantize(half.dequantize(half.quantize(x)).reshape(x.shape)).reshape(-1)
+    assert difference("x", form, raw, source).first is None
+    raw = form.quantize(np.float32(1.01) * x).reshape(-1)
+    assert difference("x", form, raw, source).first is not None
 
 
 def test_nvfp4_weights_are_compared_with_their_factors(tmp_path: Path) -> None:
