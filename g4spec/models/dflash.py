@@ -11,7 +11,7 @@ Sources: z-lab/dflash `model.py`, speculators 0.9.0 `models/dflash`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,7 @@ __all__ = [
 TITLE = "DFlash draft"
 SLIDING = "sliding_attention"
 
+ADAPTER = "hidden_dim_adapter.proj.weight"
 SCALE = "input_embedding_scale"
 MULTIPLIER = "output_multiplier"
 SETTINGS = (
@@ -106,9 +107,10 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *extra: str) -> Config:
     """Parse a flat configuration with a `dflash_config`. `extra`: keys of it that the calling kind
     reads."""
     f = Fields(checkpoint.config, "config.json")
+    names = stripped(checkpoint)
+    _refuse_adapter(f, names)
     inner = settings(f, target, *extra)
     ids = inner.list(int, "target_layer_ids")
-    names = stripped(checkpoint)
     if MULTIPLIER not in extra:
         f.require(MULTIPLIER, (None, 1, 1.0), None)
     all_sliding = inner.get(bool, "use_swa", False)
@@ -143,9 +145,7 @@ def settings(f: Fields, target: Any, *extra: str) -> Fields:
                 f"config.json: a draft with a {name} head (dflash_config.{key})",
                 fix="use a draft without it",
             )
-    inner.require(
-        "target_hidden_size", (None, target.n_embd), None
-    )  # otherwise an adapter is needed
+    inner.require("target_hidden_size", (None, target.n_embd), None)
     inner.require("num_target_layers", (None, len(target.layers)), None)
     inner.reject_unknown(
         *SETTINGS,
@@ -154,6 +154,23 @@ def settings(f: Fields, target: Any, *extra: str) -> Fields:
         fix="see docs/kinds.md for the supported settings",
     )
     return inner
+
+
+def _refuse_adapter(f: Fields, names: Container[str]) -> None:
+    """Raise Unsupported for JetSpec's adapter to targets of another width than the draft's."""
+    width = f.sub("dflash_config").get(int, "target_hidden_size", None)
+    if width not in (None, f.positive("hidden_size")):
+        found = f"config.json: dflash_config.target_hidden_size {width}"
+    elif ADAPTER in names:
+        found = ADAPTER
+    else:
+        return
+    raise Unsupported(
+        f"{found}: a draft with an adapter to a target of another width; JetSpec initializes it at "
+        "random, and the block's token rows, which are the target's, do not pass through it",
+        expected=f"a target of the draft's width, {f.positive('hidden_size')}",
+        fix="use a draft that was trained for this target",
+    )
 
 
 def embedding_scale(f: Fields, inner: Fields, target: Any) -> float:

@@ -239,7 +239,7 @@ def test_the_embedding_scale_is_the_configured_one(
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "LiLiCorr": ({"dflash_config__lilicorr_enabled": True}, "LiLiCorr"),
     "Domino": ({"dflash_config__projector_type": "domino"}, "Domino"),
-    "adapter": ({"dflash_config__target_hidden_size": 96}, "target_hidden_size"),
+    "adapter": ({"dflash_config__target_hidden_size": 96}, "target_hidden_size 96.*adapter"),
     "other depth": ({"dflash_config__num_target_layers": 60}, "num_target_layers"),
     "shifted": ({"dflash_config__shift_label": True}, "shift_label"),
     "contradiction": ({"dflash_config__causal_head": True, "is_causal": False}, "causal_head"),
@@ -255,6 +255,17 @@ def test_unsupported_settings_are_refused_by_name(target: Path, tmp_path: Path, 
     values, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
         converted(target, tmp_path, **values)
+
+
+def test_the_weights_of_an_adapter_are_refused_with_the_reason(
+    target: Path, tmp_path: Path
+) -> None:
+    """JetSpec's, which is initialized at random."""
+    weights = tiny.Weights(3, "BF16")
+    weights.matrix("hidden_dim_adapter.proj.weight", 64, 96)
+    draft = tiny_drafts.extend(tiny.zlab_dflash(tmp_path / "draft", target), weights)
+    with pytest.raises(Unsupported, match=r"hidden_dim_adapter\.proj\.weight.*adapter.*random"):
+        convert(draft, tmp_path / "x.gguf", target=target)
 
 
 @pytest.mark.parametrize("own", [None, True, False])
