@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,17 +65,11 @@ def best_file(
     return (verdict.option or found[0]).gguf.partition(":")[2]
 
 
-def type_of(name: str) -> str:
-    """Return the quant type that a file name contains, as Q4_K_M or Q4_K_XL; "" if none."""
-    words = [w for w in re.split(r"[-./]", name) if runtime_support.base_type(w)]
-    return words[-1].upper() if words else ""
-
-
 def _format(
     size: SizeFact, whole: TargetModel, repository: str, name: str, nbytes: int
 ) -> WeightFormat | None:
     """Return a file as a weight format of `size`; None if it cannot be one."""
-    type = type_of(name)
+    type = lookup.type_of(name)
     if not type:
         return None
     usual = lookup.estimated(size, type, whole)

@@ -23,6 +23,9 @@ from g4spec.convert.hub_id import HubId
 from g4spec.errors import InputError, UsageError, did_you_mean, similar_files
 from g4spec.quant import policy
 
+QAT = "qat"
+"""Part of the names of files from quantization-aware training."""
+
 
 def find_target(facts: Facts, text: str) -> TargetModel:
     """Return the target that -m names; raise UsageError for an unknown name."""
@@ -34,7 +37,9 @@ def find_target(facts: Facts, text: str) -> TargetModel:
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise _missing(path, "a size such as 31b or 31b:q4_k_m")
     name, _, wanted = text.partition(":")
-    name, wanted = name.partition("@")[0], wanted.removesuffix(".gguf")
+    name = name.partition("@")[0]
+    if wanted.lower().endswith(".gguf"):
+        wanted = type_of(wanted) or wanted[: -len(".gguf")]
     size = find_size(facts, name)
     if size is None:
         sizes = ", ".join(s.id for s in facts.all(SizeFact))
@@ -46,6 +51,8 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         )
     whole = named_target(facts, size, text)
     rest = wanted or (name if name.lower() not in (size.id, *size.aliases) else "")
+    if wanted and "/" in name and QAT in text.lower():
+        rest = f"{QAT}-{wanted}"
     formats = _named_formats(whole, rest, facts) if rest else whole.formats
     notes: tuple[str, ...] = ()
     if wanted and len(formats) == len(whole.formats):
@@ -76,6 +83,12 @@ def find_target(facts: Facts, text: str) -> TargetModel:
         notes=notes,
         gguf_hub=text if gguf else "",
     )
+
+
+def type_of(name: str) -> str:
+    """Return the quant type that a file name contains, as Q4_K_M or Q4_K_XL; "" if none."""
+    words = [w for w in re.split(r"[-./]", name) if runtime_support.base_type(w)]
+    return words[-1].upper() if words else ""
 
 
 def estimated(size: SizeFact, wanted: str, whole: TargetModel) -> WeightFormat:
@@ -177,6 +190,8 @@ def _named_formats(target: TargetModel, text: str, facts: Facts) -> tuple[Weight
     rows = {w.id: w for w in facts.all(WeightsFact)}
     hits: list[tuple[int, WeightFormat]] = []
     for option in target.formats:
+        if "/" in target.given and option.format.lower().startswith(QAT) and QAT not in low:
+            continue
         parts = [n.replace("_", "-") for n in rows[option.fact].names]
         longest = max((len(p) for p in parts if _names_type(low, p)), default=0)
         if longest:

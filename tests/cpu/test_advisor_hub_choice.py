@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from g4spec.advisor import cards, hub_choice
+from g4spec.advisor import cards, hub_choice, lookup
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import Machine
 from g4spec.errors import EnvironmentProblem
@@ -87,4 +87,4 @@ def test_files_without_a_known_type_are_not_taken() -> None:
     ],
 )
 def test_types_in_names(name: str, type: str) -> None:
-    assert hub_choice.type_of(name) == type
+    assert lookup.type_of(name) == type

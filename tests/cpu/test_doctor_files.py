@@ -195,6 +195,28 @@ def test_unsupported_types_and_tensor_names_are_reported(
     assert "attn_qkv" in refusal(file.write(path))
 
 
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        ("31b:UD-Q4_K_XL", "UD-Q4_K_XL"),
+        ("unsloth/gemma-4-31B-it-GGUF:UD-Q4_K_XL", "UD-Q4_K_XL"),
+        ("unsloth/gemma-4-31B-it-GGUF:Q4_0", "Q4_0"),
+        ("unsloth/gemma-4-31B-it-GGUF:gemma-4-31B-it-UD-Q4_K_XL.gguf", "Q4_K_XL"),
+        ("31b:qat-ud-q4_k_xl", "QAT UD-Q4_K_XL"),
+        ("unsloth/gemma-4-31B-it-qat-GGUF:UD-Q4_K_XL", "QAT UD-Q4_K_XL"),
+        ("unsloth/gemma-4-31B-it-qat-GGUF:Q4_K_XL", "QAT UD-Q4_K_XL"),
+        ("google/gemma-4-31B-it-qat-q4_0-gguf", "QAT q4_0"),
+        ("google/gemma-4-31B-it-qat-q4_0-gguf:Q4_0", "QAT q4_0"),
+        ("31b:q4_0", "QAT q4_0"),
+    ],
+)
+def test_only_files_whose_name_says_so_are_of_quantization_aware_training(
+    name: str, format: str
+) -> None:
+    """But Google's Q4_0 is."""
+    assert [f.format for f in lookup.find_target(FACTS, name).formats] == [format]
+
+
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
     """speculators state the length; a z-lab block of n gives n - 1; SGLang counts the anchor."""
     target = lookup.find_target(FACTS, str(family["target"]))
