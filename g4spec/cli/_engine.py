@@ -45,7 +45,7 @@ def files(
     if not remote:
         model = _target(model, setup, out)
     if draft_path is not None:
-        path = _inputs.resolve(draft_path, out)
+        path = _inputs.resolve(draft_path, out, "draft")
         _inputs.check_draft(path, confident=bool(setup.draft_p_min))
     if remote:
         model = _target(model, setup, out, path)

@@ -73,7 +73,7 @@ def check_exists(*models: Path | str | None) -> None:
 def resolve(
     name: Path,
     out: Output,
-    want: Literal["any", "tokenizer", "gguf"] = "any",
+    want: Literal["any", "draft", "tokenizer", "gguf"] = "any",
     choose: hub.Choose | None = None,
 ) -> Path:
     """Return the path of a file or folder; download it into the hub's cache if it is a hub id.

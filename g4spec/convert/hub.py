@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from g4spec.convert import hub_settings, safetensors
 from g4spec.convert.hub_digest import check_digest
-from g4spec.convert.hub_id import HubId, is_safe
+from g4spec.convert.hub_id import HubId, drafts, is_safe
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
@@ -28,8 +28,9 @@ from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
 from g4spec.gguf.parts import model_name
 
-Purpose = Literal["any", "tokenizer", "gguf"]
-"""Files needed: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
+Purpose = Literal["any", "draft", "tokenizer", "gguf"]
+"""Files needed: a checkpoint or GGUF, that of a draft, a target's tokenizer and configuration, or a
+GGUF to run."""
 
 T = TypeVar("T")
 INDEX = ".safetensors.index.json"
@@ -88,7 +89,7 @@ class _Hub:
 
     def fetch(self, purpose: Purpose) -> Path:
         if self.constants.HF_HUB_OFFLINE:
-            return self._offline()
+            return self._offline(purpose)
         revision, names = self._list()
         if self.id.file:
             if self.id.file not in names:
@@ -138,6 +139,8 @@ class _Hub:
         small = [n for n in SMALL if n in top]
         tensors = sorted(n for n in top if n.endswith(".safetensors"))
         ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower())
+        if purpose == "draft":
+            ggufs = drafts(ggufs)
         if self.id.type:
             return self._of_type(ggufs)
         if purpose == "gguf" or not (
@@ -247,7 +250,7 @@ class _Hub:
             with atomic_write(reference, len(revision)) as file:
                 file.write(revision.encode())
 
-    def _offline(self) -> Path:
+    def _offline(self, purpose: Purpose) -> Path:
         """Return the files from the cache, without network access."""
         try:
             if self.id.file:
@@ -273,12 +276,14 @@ class _Hub:
                 f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
                 fix="unset HF_HUB_OFFLINE to download",
             ) from e
+        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+        names = drafts(names) if purpose == "draft" else names
         if self.id.type:
-            names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
             return folder / self._of_type(names)[0]
         if any(folder.glob("*.safetensors")):
             return folder
-        parts = self._one_model({p.name: p.stat().st_size for p in folder.glob("*.gguf")})
+        top = [name for name in names if purpose == "draft" or Path(name).name == name]
+        parts = self._one_model({name: (folder / name).stat().st_size for name in top})
         return folder / parts[0] if parts else folder
 
     @property

@@ -12,7 +12,8 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+(?:-[A-Za-z0-9_]+)*"
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
-_BESIDE = re.compile(r"(?:.*/)?(?:(?:mtp|eagle3|dflash|dspark)-[^/]*|[^/]*imatrix[^/]*)", re.I)
+_DRAFT = re.compile(r"(?:.*/)?(?:mtp|eagle3|dflash|dspark)-[^/]*", re.I)
+_BESIDE = re.compile(rf"{_DRAFT.pattern}|(?:.*/)?[^/]*imatrix[^/]*", re.I)
 """Names of files beside a model, by the rule of llama.cpp (`common/download.cpp`)."""
 
 
@@ -56,6 +57,13 @@ class HubId:
 def is_remote(text: str | Path) -> bool:
     """True if `text` is a hub id and not an existing path, so that the hub is needed."""
     return HubId.parse(str(text)) is not None and not Path(text).exists()
+
+
+def drafts(names: Iterable[str]) -> list[str]:
+    """Return the files named as drafts beside a model; all files if none is, as in a repository of
+    drafts alone."""
+    listed = list(names)
+    return [name for name in listed if _DRAFT.fullmatch(name)] or listed
 
 
 def is_safe(name: str) -> bool:

@@ -194,6 +194,38 @@ def test_a_local_path_wins_with_a_note(served: Hub) -> None:
 # ---- what is fetched
 
 
+def test_a_draft_is_the_draft_file_of_its_repository(family: Path, served: Hub) -> None:
+    """Of a model and a draft with the type, the model was taken."""
+    target, draft = ((family / f"{n}.gguf").read_bytes() for n in ("target", "draft"))
+    served.repos["org/pair"] = {
+        "gemma-Q8_0.gguf": target,
+        "gemma-Q4_K_M.gguf": target,
+        "MTP/mtp-gemma-Q8_0.gguf": draft,
+        "gemma-Q8_0.imatrix.gguf": b"",
+    }
+    assert get("org/pair:Q8_0", "draft").name == "mtp-gemma-Q8_0.gguf"
+    assert get("org/pair", "draft").name == "mtp-gemma-Q8_0.gguf"
+    assert get("org/pair:Q8_0").name == "gemma-Q8_0.gguf"
+    says = refused("org/pair:Q4_K_M", InputError, "no single GGUF file", "draft")
+    assert "found MTP/mtp-gemma-Q8_0.gguf" in says
+    assert get("org/one", "draft").name == "draft-q8_0.gguf"
+    assert get("org/draft", "draft").is_dir()
+
+
+def test_a_draft_is_the_draft_file_offline(
+    family: Path, served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    draft = (family / "draft.gguf").read_bytes()
+    served.repos["org/pair"] = {"gemma-Q8_0.gguf": b"", "mtp-gemma-Q8_0.gguf": draft}
+    for name in ("gemma", "mtp-gemma"):
+        get(f"org/pair:{name}-Q8_0.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for text in ("org/pair", "org/pair:Q8_0"):
+        assert get(text, "draft").name == "mtp-gemma-Q8_0.gguf"
+
+
 def test_only_needed_files_are_fetched(served: Hub) -> None:
     folder = get("org/draft")
     assert set(served.downloads()) == {
