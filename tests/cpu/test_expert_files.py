@@ -3,7 +3,6 @@ fallback types for rows that 256 does not divide, and queries, keys and values i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -13,13 +12,14 @@ import torch
 
 from g4spec import quant
 from g4spec.convert import convert, quantize
-from g4spec.gguf import GGUF, TensorData, write
+from g4spec.gguf import GGUF, TensorData
 from g4spec.gguf.header import TensorInfo
 from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
 from tests.support import tiny
 from tests.support.quant_blocks import random_blocks
+from tests.support.rewritten_files import Change, apart, fused, rewritten, same
 
 N_EXPERTS, WIDTH = 4, 96
 SHAPE = {
@@ -35,54 +35,12 @@ FALLBACKS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "mxfp4")
 """Types with blocks of 32."""
 IDS = list(range(2, 90))
 
-Change = Callable[[GGUF, TensorInfo], list[TensorData]]
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     convert(tiny.target(folder / "target", **SHAPE), folder / "bf16.gguf", type="bf16")
     return folder / "bf16.gguf"
-
-
-def rewritten(path: Path, to: Path, change: Change) -> Path:
-    """Write a file with `change(file, tensor)` in place of each tensor."""
-    with GGUF(path) as file:
-        data = [new for info in file.tensors.values() for new in change(file, info)]
-        write(to, {key: file.value(key) for key in file}, data)
-    return to
-
-
-def same(file: GGUF, info: TensorInfo) -> list[TensorData]:
-    return [TensorData(info.name, info.shape, info.type, [file.raw(info.name)])]
-
-
-def apart(file: GGUF, info: TensorInfo) -> list[TensorData]:
-    """Store gate and up projections of experts as two tensors."""
-    if not info.name.endswith("ffn_gate_up_exps.weight"):
-        return same(file, info)
-    shape = (info.shape[0], info.shape[1] // 2, info.shape[2])
-    halves = np.split(file.raw(info.name).reshape(*info.shape[:2], -1), 2, axis=1)
-    return [
-        TensorData(
-            info.name.replace("gate_up", name), shape, info.type, [np.ascontiguousarray(half)]
-        )
-        for name, half in zip(("gate", "up"), halves, strict=True)
-    ]
-
-
-def fused(file: GGUF, info: TensorInfo) -> list[TensorData]:
-    """Store queries, keys and values of a layer in one tensor where it has all three, as upstream's
-    `--fuse-qkv` does."""
-    layer, _, rest = info.name.rpartition(".attn_")
-    parts = [f"{layer}.attn_{x}.weight" for x in "qkv"]
-    if info.name not in parts or not file.tensors.keys() >= set(parts):
-        return same(file, info)
-    if rest != "q.weight":
-        return []
-    rows = sum(file.tensors[name].shape[0] for name in parts)
-    data = np.concatenate([file.raw(name) for name in parts])
-    return [TensorData(f"{layer}.attn_qkv.weight", (rows, info.shape[1]), info.type, [data])]
 
 
 def with_down(type: str) -> Change:

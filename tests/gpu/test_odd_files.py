@@ -12,6 +12,7 @@ from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED, GPU
 from tests.support import malformed
 from tests.support.nvfp4_files import with_nvfp4
+from tests.support.rewritten_files import Change, apart, fused, rewritten
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,16 @@ def test_nvfp4_weights_with_factors(tmp_path: Path, shape: dict[str, int]) -> No
     assert hostile.wrong_text(target, None) is None
     draft = hostile.write_draft(tmp_path, family.DRAFTS["zlab"])
     assert hostile.wrong_text(target, draft) is None
+
+
+@pytest.mark.parametrize("change", [fused, apart])
+def test_projections_of_other_programs(tmp_path: Path, change: Change) -> None:
+    """Queries, keys and values in one tensor, and gate and up projections of experts in two."""
+    shape = {"hidden": 256, "inter": 256, "experts": 5, "top_k": 2, "expert_inter": 256}
+    target = hostile.write_target(tmp_path, shape, "q4_k")
+    other = rewritten(target, tmp_path / "other.gguf", change)
+    with hostile.load_target(target) as engine, hostile.load_target(other) as again:
+        assert hostile.text(engine, 0) == hostile.text(again, 0)
 
 
 def test_a_confidence_head_in_16_bits(tmp_path: Path) -> None:
