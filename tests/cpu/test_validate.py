@@ -56,6 +56,17 @@ def test_an_eagle3_draft_with_the_tokenizer_of_llama_cpp(tmp_path: Path, good: P
     assert report.ok and not report.unable
 
 
+def test_a_deepspec_draft_of_llama_cpp_keeps_its_embedding_scale(
+    tmp_path: Path, good: Path
+) -> None:
+    """Its own tables were a sign of speculators, so the advice was to remove the scale."""
+    file = KINDS["dspark"]()
+    for key in [key for key in file.kv if key.startswith("g4spec.")]:
+        del file.kv[key]
+    report = validate(file.write(tmp_path / "x.gguf"), good / "target.gguf")
+    assert "dflash.embedding_scale" in file.kv and report.ok
+
+
 def test_every_rule_has_a_file_that_breaks_it() -> None:
     rules = {i for i in all_rules() if not i.startswith("G4-CMP")}
     assert set(BREAK) == rules, "BREAK of gguf_breakage.py, PLAUSIBLE of plausible_breakage.py"

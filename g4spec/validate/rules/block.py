@@ -25,11 +25,12 @@ WINDOW = ".attention.sliding_window"
 
 def from_speculators(s: Subject) -> bool:
     """Return whether the draft is from speculators: recorded by our converter; in other files, a
-    draft with its own tables."""
+    draft with its own tables that is not DeepSpec's, which has the layers of Gemma."""
     recorded = s.flag(FROM_ANCHOR)
     if recorded is not None:
         return recorded
-    return any(s.shape(name) is not None for name in ("token_embd.weight", "d2t"))
+    own_tables = any(s.shape(name) is not None for name in ("token_embd.weight", "d2t"))
+    return own_tables and s.shape(GEMMA_MARK) is None
 
 
 def pattern(s: Subject) -> list[bool]:
