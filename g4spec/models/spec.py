@@ -25,6 +25,42 @@ GEMMA_STOP_IDS = frozenset({1, 106, 50})
 END_TOKENS = ("eos", "eot", "eom")
 """Tokens that end a text wherever a tokenizer names them (`tokenizer.ggml.eos_token_id`)."""
 
+END_TEXTS = frozenset(
+    [
+        "<|im_end|>",
+        "<end_of_turn>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "[e~[",
+        "<｜end▁of▁sentence｜>",
+        "<|fim_pad|>",
+        "<fim-pad>",
+        "<fim_pad>",
+        "<PAD>",
+        "[PAD]",
+        "<|fim_repo|>",
+        "<|repo_name|>",
+        "<fim-repo>",
+        "<REPO>",
+        "<reponame>",
+        "<|file_sep|>",
+    ]
+)
+"""Tokens that end a text wherever a vocabulary has them, besides Gemma's: llama.cpp finds them by
+their text (`src/llama-vocab.cpp`). Gemma's has none; fine-tuned models rename unused tokens."""
+
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 """Role of a tensor, which decides its type: `matrix`, `embed` and `output` are quantized, `vector`
 (norms, scales) stays F32, `index` stays an integer."""
@@ -181,6 +217,11 @@ class Checkpoint:
             raise InputError(
                 "config.json: text_config", expected="an object", found=f"{text!r:.80}"
             )
+
+
+def end_ids(tokens: Iterable[str]) -> list[int]:
+    """Return the ids of a vocabulary's tokens that end a text by what they are called."""
+    return [i for i, text in enumerate(tokens) if text in END_TEXTS]
 
 
 def stop_ids(*sources: Iterable[int]) -> frozenset[int]:

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.header import NUMBERS
 from g4spec.gguf.values import ValueType
-from g4spec.models.spec import END_TOKENS, stop_ids
+from g4spec.models.spec import END_TOKENS, end_ids, stop_ids
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.bpe_encoder import MERGES, SPACE, make_encoder, panic_as_error, share_model
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
 
-CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
+NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE = 1, 3, 2, 4, 6
 """Token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
@@ -298,7 +298,10 @@ def _read(file: GGUF) -> Tokenizer:
     if bos is None:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")
     own, suppress = (_ids(kv, key, len(tokens), source) for key in ("g4spec.stop_ids", SUPPRESS))
-    stops = [*own, *(i for i in ids.values() if i is not None)]
+    ends = end_ids(tokens)
+    types = np.array(types)
+    types[[i for i in ends if types[i] == NORMAL]] = CONTROL  # as in llama.cpp
+    stops = [*own, *ends, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
     return Tokenizer(

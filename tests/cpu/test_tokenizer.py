@@ -162,6 +162,17 @@ def test_file_gives_the_same(tmp_path: Path) -> None:
     assert read.n_vocab == len(tiny.vocabulary()[0])
 
 
+def test_tokens_that_end_a_text_by_what_they_are_called(tmp_path: Path) -> None:
+    """llama.cpp converts a renamed unused token as a normal one, and still ends the text at it."""
+    tokens = [t.replace("<unused7>", "<|im_end|>") for t in tiny.vocabulary()[0]]
+    names = array(ValueType.STRING, tokens)
+    with GGUF(tiny.vocabulary_file(tmp_path / "v.gguf", tokens=names)) as file:
+        read = Tokenizer.from_gguf(file)
+    assert read.stop_ids == {1, 7, 50, 106}
+    assert read.encode("hello<|im_end|>") == [*read.encode("hello"), 7]
+    assert read.decode([7]) == ""
+
+
 LONGEST = max(tiny.vocabulary()[0], key=len)
 BROKEN = {
     "other model": ({"model": string("llama")}, "expected gemma4, found llama"),

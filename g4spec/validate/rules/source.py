@@ -16,7 +16,7 @@ from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import Value
 from g4spec.models.pairing import TOKENS
-from g4spec.models.spec import END_TOKENS, stop_ids
+from g4spec.models.spec import END_TOKENS, end_ids, stop_ids
 from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
@@ -157,7 +157,8 @@ def _dispensable(s: Subject, key: str, value: Value) -> bool:
     """Return True if a file of another program works alike without this key."""
     if key == STOP_IDS:
         named = [s.open_file.get(f"tokenizer.ggml.{name}_token_id") for name in END_TOKENS]
-        return stop_ids(n for n in named if isinstance(n, int)).issuperset(value.data)
+        ends = end_ids(s.strings("tokenizer.ggml.tokens") or ())
+        return stop_ids(ends, (n for n in named if isinstance(n, int))).issuperset(value.data)
     return key.startswith(expected_metadata.OPTIONAL_PREFIXES) or _is_default(s, key, value)
 
 
