@@ -96,6 +96,8 @@ def load(
             target=model, draft=draft, **asdict(setup), **options, progress=progress
         )
     note_device(engine.backend.title, engine.on_cpu, setup, out)
+    for note in engine.notes:
+        out.note(note)
     return engine
 
 

@@ -20,7 +20,15 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, f32, u32
 from g4spec.models import dflash, dflash_drafter
 from g4spec.models import dflash_backbone as backbone
-from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches, token_ids
+from g4spec.models.dflash_backbone import (
+    ARCH,
+    ARCHS,
+    DROPS,
+    PREFIXES,
+    caches,
+    file_notes,
+    token_ids,
+)
 from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.models.upstream import Limit, architecture
@@ -28,7 +36,17 @@ from g4spec.models.upstream import Limit, architecture
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "token_ids"]
+__all__ = [
+    "ARCH",
+    "ARCHS",
+    "DROPS",
+    "PREFIXES",
+    "Config",
+    "Drafter",
+    "caches",
+    "file_notes",
+    "token_ids",
+]
 
 NAME = "dflash2"
 TITLE = "DFlash2 draft"

@@ -204,6 +204,21 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     )
 
 
+def file_notes(file: GGUF) -> list[str]:
+    """Return a remark about a z-lab draft that llama.cpp's converter wrote: it has no keys for two
+    settings of theirs."""
+    told = (".embedding_scale", f".{FROM_ANCHOR}", ".layer_causal")
+    if any(name in file.tensors for name in ("token_embd.weight", "d2t")) or any(
+        key.endswith(told) for key in file
+    ):
+        return []
+    return [
+        "the draft's file has neither an embedding scale nor the causality of its layers, as "
+        "z-lab's drafts that llama.cpp converted: probably fewer tokens are accepted than from "
+        "its checkpoint, which `g4spec convert` converts with both"
+    ]
+
+
 def _layers(
     f: Fields, own: Fields, tensors: Mapping[str, tuple[int, ...]]
 ) -> tuple[LayerSpec, ...]:

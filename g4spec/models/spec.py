@@ -256,6 +256,7 @@ class DraftKind(Protocol):
         ALIASES: other spellings of tensor names in checkpoints -> usual ones.
         CONFIDENCE: suffixes of the tensor names of a confidence head.
         notes(checkpoint): remarks for users about a checkpoint's configuration.
+        file_notes(file): remarks to show whenever a GGUF file of the kind runs.
         metadata_tensors(config): tensors that are stored as metadata (see `models.assistant`).
 
     Attributes:

@@ -22,6 +22,7 @@ class DraftFile:
     Attributes:
         drafts: False without a draft.
         file: None without a draft and for n-gram lookup, which needs no file.
+        notes: remarks to show with every run.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class DraftFile:
     ) -> None:
         load_options.check_draft(p_min, window, draft not in (None, "ngram"))
         self.window, self.drafts = window, draft is not None
+        self.notes: list[str] = []
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
             return
@@ -52,6 +54,8 @@ class DraftFile:
             )
         self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
         check_heads(self.config.layers)
+        if (remarks := getattr(self.kind, "file_notes", None)) is not None:
+            self.notes += remarks(file)
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
             raise UsageError(

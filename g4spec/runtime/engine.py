@@ -143,7 +143,9 @@ class Engine:
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
                     drafter = other.build(backend, loaded)
-            return cls(loaded, drafter, tokenizer, plan, prefix_cache)
+            engine = cls(loaded, drafter, tokenizer, plan, prefix_cache)
+            engine.notes += other.notes
+            return engine
 
     # ---- requests
 

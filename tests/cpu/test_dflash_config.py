@@ -16,11 +16,13 @@ from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.models import dspark
+from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
 from tests.cpu.test_config_keys import edit
-from tests.support import tiny, tiny_drafts
+from tests.support import faults, tiny, tiny_drafts
 
 CAUSAL = "g4spec.dflash.layer_causal"
+SCALE = "dflash.embedding_scale"
 WINDOW, PATTERN = "dflash.attention.sliding_window", "dflash.attention.sliding_window_pattern"
 
 
@@ -279,6 +281,21 @@ def test_a_token_table_that_the_draft_does_not_use_is_dropped(
     convert(draft, tmp_path / "x.gguf", target=target)
     with GGUF(tmp_path / "x.gguf") as file:
         assert ("token_embd.weight" in file.tensors) == (own is not False)
+
+
+@pytest.mark.parametrize("made_here", [True, False])
+def test_a_run_of_a_draft_without_its_settings_says_so(
+    target: Path, tmp_path: Path, made_here: bool
+) -> None:
+    """llama.cpp's converter has no key for the scale and causality of z-lab's drafts."""
+    convert(target, tmp_path / "target.gguf")
+    converted(target, tmp_path).close()
+    file = faults.read(tmp_path / "draft.gguf")
+    for key in [k for k in file.kv if k.startswith("g4spec.") or k == SCALE]:
+        if not made_here:
+            del file.kv[key]
+    with Engine.load(tmp_path / "target.gguf", file.write(tmp_path / "x.gguf"), n_ctx=64) as engine:
+        assert [("causality" in note) for note in engine.notes] == [True] * (not made_here)
 
 
 def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
