@@ -49,7 +49,7 @@ def command(
 
 
 def _gguf(file: GGUF) -> dict[str, Any]:
-    from g4spec.models import find_kind
+    from g4spec.models import ADAPTER, find_kind
 
     entries = [
         {"name": t.name, "shape": t.shape, "type": t.format.name.upper(), "bytes": t.nbytes}
@@ -60,6 +60,8 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     title = kind.TITLE if kind else f"unknown here ({arch})"
     if file.get("general.type") == "imatrix":
         title = "importance matrix"
+    if ADAPTER in file:
+        title = "LoRA adapter"
     return {
         "path": str(file.path),
         "kind": title,

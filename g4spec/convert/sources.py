@@ -224,7 +224,8 @@ def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:
     if dialect is not None:
         return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)
     kind = models.find_kind(arch, gguf.tensors)
-    if kind is None:
+    if kind is None or models.ADAPTER in gguf:
         gguf.close()
+        models.refuse_adapter(gguf.path, gguf)
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")
     return DetectedSource(kind, gguf, notes)

@@ -8,10 +8,12 @@ import pkgutil
 from collections.abc import Container, Iterable
 from types import ModuleType
 
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, Unsupported, UsageError
 
 TARGETS = ("gemma4",)
 """Kinds that are targets; every other kind with an ARCH is a draft."""
+ADAPTER = "adapter.type"
+"""Key that only LoRA adapters have; their architecture is that of their model."""
 
 
 @functools.cache
@@ -52,6 +54,15 @@ def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
     ]
     plain = [m for m in sharing if not getattr(m, "UNIQUE_TENSORS", ())]
     return next(iter(marked + plain), None)
+
+
+def refuse_adapter(path: object, keys: Container[str]) -> None:
+    """Raise Unsupported if a GGUF file with these metadata keys is a LoRA adapter."""
+    if ADAPTER in keys:
+        raise Unsupported(
+            f"{path}: a LoRA adapter, not a model",
+            fix="merge it into the checkpoint of its model, and convert the result",
+        )
 
 
 def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputError:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from g4spec import cli
+from g4spec import cli, models
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, TensorData, ValueType, array, f32, string, u32
+from g4spec.gguf import write as write_gguf
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
@@ -272,6 +273,32 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
     )
     with pytest.raises(InputError, match=rf"{re.escape(key)}.*found {id}"):
         Engine.load(broken, n_ctx=64)
+
+
+def test_lora_adapters_are_named(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their architecture is that of their model, so errors were about keys or a wrong role."""
+    keys = {"general.architecture": string("gemma4"), models.ADAPTER: string("lora")}
+    halves = [
+        TensorData(f"blk.0.attn_q.weight.lora_{x}", (8, 8), malformed.F32, [bytes(256)])
+        for x in "ab"
+    ]
+    write_gguf(adapter := tmp_path / "lora.gguf", keys, halves)
+    target = str(home / "target.gguf")
+    for command in (
+        ["generate", "-m", str(adapter), "-p", "x"],
+        ["generate", "-m", target, "-md", str(adapter), "-p", "x"],
+        ["convert", str(adapter), "-o", str(tmp_path / "x.gguf")],
+        ["doctor", "-m", str(adapter), "--assume", "RTX 3090"],
+        ["doctor", "-m", target, "-md", str(adapter), "--assume", "RTX 3090"],
+        ["inspect", str(adapter)],
+        ["validate", str(adapter)],
+    ):
+        assert cli.run(command) == {"inspect": 0, "validate": 1}.get(command[0], 3)
+        shown = capsys.readouterr()
+        assert "LoRA adapter" in shown.out + shown.err, command
+    assert len(validate(adapter).failures) == 1
 
 
 @pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])

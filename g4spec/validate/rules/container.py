@@ -179,7 +179,9 @@ def opens(s: Subject) -> Findings:
 def architecture(s: Subject) -> Findings:
     """Forks store the same drafts under other names, tensors and layer-id conventions
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
-    if s.header.broken is None and s.header.keys and s.kind is None:
+    if s.has(models.ADAPTER):
+        yield Finding(models.ADAPTER, "a model", "a LoRA adapter", "name its model")
+    elif s.header.broken is None and s.header.keys and s.kind is None:
         names = [k.name for k in s.header.keys] + [t.name for t in s.header.tensors]
         dialect = dialects.recognise(s.arch, names)
         fix = (
