@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from g4spec.convert import hub_settings, safetensors
 from g4spec.convert.hub_digest import check_digest
-from g4spec.convert.hub_id import HubId, drafts, is_safe
+from g4spec.convert.hub_id import HubId, drafts, holds_model, is_safe
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
@@ -138,7 +138,7 @@ class _Hub:
         top = [n for n in names if "/" not in n]
         small = [n for n in SMALL if n in top]
         tensors = sorted(n for n in top if n.endswith(".safetensors"))
-        ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower())
+        ggufs = sorted(n for n in names if n.endswith(".gguf") and holds_model(n))
         if purpose == "draft":
             ggufs = drafts(ggufs)
         if self.id.type:
@@ -276,7 +276,8 @@ class _Hub:
                 f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
                 fix="unset HF_HUB_OFFLINE to download",
             ) from e
-        names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+        found = (str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+        names = sorted(name for name in found if holds_model(name))
         names = drafts(names) if purpose == "draft" else names
         if self.id.type:
             return folder / self._of_type(names)[0]

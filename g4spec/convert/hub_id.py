@@ -13,7 +13,7 @@ _REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
 _DRAFT = re.compile(r"(?:.*/)?(?:mtp|eagle3|dflash|dspark)-[^/]*", re.I)
-_BESIDE = re.compile(rf"{_DRAFT.pattern}|(?:.*/)?[^/]*imatrix[^/]*", re.I)
+_NO_MODEL = re.compile(r"(?:.*/)?[^/]*(?:mmproj|imatrix)[^/]*", re.I)
 """Names of files beside a model, by the rule of llama.cpp (`common/download.cpp`)."""
 
 
@@ -47,11 +47,18 @@ class HubId:
         word = re.compile(rf"(?<![A-Za-z0-9_]){type}(?![A-Za-z0-9_])", re.I)
         plain = re.compile(rf"(?<![A-Za-z0-9_])(?<!UD-){type}(?![A-Za-z0-9_])", re.I)
         found = [name for name in names if name.endswith(".gguf") and word.search(name)]
-        found = [name for name in found if not _BESIDE.fullmatch(name)] or found
+        models = [name for name in found if holds_model(name) and not _DRAFT.fullmatch(name)]
+        found = models or found
         return [name for name in found if plain.search(name)] or found
 
     def __str__(self) -> str:
         return self.repo + (f"@{self.revision}" if self.revision else "")
+
+
+def holds_model(name: str) -> bool:
+    """Return whether a GGUF file is a model or draft, not the vision part of one or an importance
+    matrix, judged by its name."""
+    return _NO_MODEL.fullmatch(name) is None
 
 
 def is_remote(text: str | Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from g4spec import models
 from g4spec.convert import dialects, prequantized, safetensors
 from g4spec.convert.dialects import Dialect
+from g4spec.convert.hub_id import holds_model
 from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, parts, regular_files
@@ -113,7 +114,8 @@ def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False)
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        ggufs = parts.first_parts(sorted(path.glob("*.gguf")))
+        found = sorted(path.glob("*.gguf"))
+        ggufs = parts.first_parts([p for p in found if holds_model(p.name)] or found)
         both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
         if both and not prefer_gguf:
             notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")

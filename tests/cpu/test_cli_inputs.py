@@ -84,10 +84,11 @@ def test_a_folder_given_as_target(g4spec: Cli, command: str) -> None:
 def test_a_folder_with_a_targets_gguf_runs_it(
     g4spec: Cli, home: Path, tmp_path: Path, checkpoint: bool
 ) -> None:
-    """Take it as -md does, also beside a checkpoint; a note says so."""
+    """Take it as -md does, also beside a checkpoint and the vision part; a note says so."""
     folder = tmp_path / "target"
     shutil.copytree(home / "target", folder) if checkpoint else folder.mkdir()
     shutil.copy(home / "target.gguf", folder / "m.gguf")
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
     options = ("-p", "x", "-n", 2, "-c", 128)
     out, err = g4spec("generate", "-m", folder, *options)
     assert f"{folder} holds a GGUF: took m.gguf" in err

@@ -143,6 +143,7 @@ def test_types_in_a_repository_as_published(type: str, found: str) -> None:
         "MTP/mtp-gemma-4-31B-it-Q8_0.gguf",
         "dflash-gemma-4-31B-it-BF16.gguf",
         "BF16/gemma-4-31B-it-BF16-00001-of-00002.gguf",
+        "mmproj-BF16.gguf",
     ]
     asked = HubId.parse(f"unsloth/gemma-4-31B-it-GGUF:{type}")
     assert asked is not None and asked.of_type(names) == [found]
