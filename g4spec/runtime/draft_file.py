@@ -55,6 +55,7 @@ class DraftFile:
             )
         self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
         check_heads(self.config.layers)
+        loading.check_rotation(file, self.config.layers)
         if (remarks := getattr(self.kind, "file_notes", None)) is not None:
             self.notes += remarks(file)
         caches, window = self.kind.caches, self.window

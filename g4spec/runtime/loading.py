@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from g4spec.backend import Backend
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from g4spec.models.spec import TensorSpec, factors_name
+from g4spec.models.spec import LayerSpec, TensorSpec, factors_name
 
+ROPE = "rope_freqs.weight"
+UNROTATED = 1e29
+"""Divisors from this one on make the angle zero; converters write 1e30."""
 INPUT_SCALE = "input_scale"
 """Ending of a tensor with which llama.cpp rounds the input of NVFP4 weights. It may be ignored:
 inputs are not rounded here."""
@@ -136,6 +139,23 @@ def _check_type(file: GGUF, spec: TensorSpec) -> None:
         raise InputError(
             f"{file.path}: tensor {spec.name} holds values that are not finite",
             fix="run `g4spec validate` on the file",
+        )
+
+
+def check_rotation(file: GGUF, layers: Sequence[LayerSpec]) -> None:
+    """Raise InputError unless the divisors of RoPE angles in the file, by which llama.cpp rotates,
+    rotate the pairs that `layers` rotate here: without a key of ours, the first quarter."""
+    info = file.tensors.get(ROPE)
+    full = [s for s in layers if s.window is None] or layers
+    if info is None or info.format.name != "f32" or info.shape != (full[0].head_dim // 2,):
+        return
+    divisors, n = file.array(ROPE), full[0].rotary_pairs
+    if not ((divisors[:n] == 1).all() and (divisors[n:] >= UNROTATED).all()):
+        raise InputError(
+            f"{file.path}: {ROPE}",
+            expected=f"{n} ones, then 1e30",
+            found=f"{int((divisors == 1).sum())} ones",
+            fix="convert the checkpoint with `g4spec convert`, which records another share",
         )
 
 

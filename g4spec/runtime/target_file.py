@@ -12,7 +12,7 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, pairing
 from g4spec.models.spec import check_heads
-from g4spec.runtime import memory, pending_rows
+from g4spec.runtime import loading, memory, pending_rows
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.tokenizer import Tokenizer
 
@@ -63,6 +63,7 @@ def parse_config(file: GGUF, fix: str | None = None) -> Any:
         )
     config = gemma4.parse_gguf(file.kv, file.shapes())
     check_heads(config.layers)
+    loading.check_rotation(file, config.layers)
     return config
 
 

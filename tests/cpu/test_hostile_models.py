@@ -275,6 +275,19 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
         Engine.load(broken, n_ctx=64)
 
 
+@pytest.mark.parametrize("kind", ["target", "assistant"])
+def test_a_rotation_that_only_the_tensor_tells(home: Path, tmp_path: Path, kind: str) -> None:
+    """llama.cpp converts another share of rotated pairs without a key; a quarter was rotated."""
+    half = np.array([1] * 8 + [1e30] * 8, np.float32)
+
+    def change(t: TensorData) -> list[TensorData]:
+        return [TensorData(t.name, t.shape, t.type, [half.tobytes()])]
+
+    file = changed(home / f"{kind}.gguf", tmp_path / "x.gguf", "rope_freqs.weight", change)
+    with pytest.raises(InputError, match="expected 4 ones, then 1e30, found 8 ones"):
+        read_tokenizer(file) if kind == "target" else DraftFile(file)
+
+
 def test_lora_adapters_are_named(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
