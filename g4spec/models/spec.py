@@ -27,6 +27,9 @@ END_TOKENS = ("eos", "eot", "eom")
 
 END_TEXTS = frozenset(
     [
+        "<eos>",
+        "<turn|>",
+        "<|tool_response>",
         "<|im_end|>",
         "<end_of_turn>",
         "<|eot_id|>",
@@ -58,8 +61,8 @@ END_TEXTS = frozenset(
         "<|file_sep|>",
     ]
 )
-"""Tokens that end a text wherever a vocabulary has them, besides Gemma's: llama.cpp finds them by
-their text (`src/llama-vocab.cpp`). Gemma's has none; fine-tuned models rename unused tokens."""
+"""Tokens that end a text wherever a vocabulary has them: llama.cpp finds them by their text
+(`src/llama-vocab.cpp`). Gemma's has the first three; fine-tuned models rename unused tokens."""
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 """Role of a tensor, which decides its type: `matrix`, `embed` and `output` are quantized, `vector`

@@ -163,11 +163,17 @@ def test_file_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_tokens_that_end_a_text_by_what_they_are_called(tmp_path: Path) -> None:
-    """llama.cpp converts a renamed unused token as a normal one, and still ends the text at it."""
-    tokens = [t.replace("<unused7>", "<|im_end|>") for t in tiny.vocabulary()[0]]
-    names = array(ValueType.STRING, tokens)
-    with GGUF(tiny.vocabulary_file(tmp_path / "v.gguf", tokens=names)) as file:
+    """llama.cpp converts a renamed unused token as a normal one, and `<eos>` of a checkpoint that
+    names `<turn|>` as eos_token; it still takes both for control tokens that end a text."""
+    tokens, types, _ = tiny.vocabulary()
+    names = array(ValueType.STRING, [t.replace("<unused7>", "<|im_end|>") for t in tokens])
+    kinds = array(
+        ValueType.I32, [1 if t == "<eos>" else n for t, n in zip(tokens, types, strict=True)]
+    )
+    path = tiny.vocabulary_file(tmp_path / "v.gguf", tokens=names, token_type=kinds)
+    with GGUF(path) as file:
         read = Tokenizer.from_gguf(file)
+    assert read.encode("<eos>") == [2, 1]
     assert read.stop_ids == {1, 7, 50, 106}
     assert read.encode("hello<|im_end|>") == [*read.encode("hello"), 7]
     assert read.decode([7]) == ""
