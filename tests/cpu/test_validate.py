@@ -67,6 +67,18 @@ def test_a_deepspec_draft_of_llama_cpp_keeps_its_embedding_scale(
     assert "dflash.embedding_scale" in file.kv and report.ok
 
 
+def test_a_speculators_draft_of_llama_cpp_needs_no_embedding_scale(
+    tmp_path: Path, good: Path
+) -> None:
+    """Without tables of its own, as one with the whole vocabulary, it was taken for z-lab's."""
+    file = KINDS["zlab"]()
+    for key in [key for key in file.kv if key.startswith("g4spec.") or "embedding_scale" in key]:
+        del file.kv[key]
+    file.set("dflash.sample_from_anchor", ValueType.BOOL, False)
+    report = validate(file.write(tmp_path / "x.gguf"), good / "target.gguf")
+    assert "G4-BLK-003" not in {f.rule.id for f in report.failures}
+
+
 def test_every_rule_has_a_file_that_breaks_it() -> None:
     rules = {i for i in all_rules() if not i.startswith("G4-CMP")}
     assert set(BREAK) == rules, "BREAK of gguf_breakage.py, PLAUSIBLE of plausible_breakage.py"

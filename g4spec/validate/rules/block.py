@@ -25,12 +25,13 @@ WINDOW = ".attention.sliding_window"
 
 def from_speculators(s: Subject) -> bool:
     """Return whether the draft is from speculators: recorded by our converter; in other files, a
-    draft with its own tables that is not DeepSpec's, which has the layers of Gemma."""
+    draft with its own tables, or a key that llama.cpp's converter writes for no draft of z-lab. One
+    with the layers of Gemma is DeepSpec's."""
     recorded = s.flag(FROM_ANCHOR)
     if recorded is not None:
         return recorded
     own_tables = any(s.shape(name) is not None for name in ("token_embd.weight", "d2t"))
-    return own_tables and s.shape(GEMMA_MARK) is None
+    return (own_tables or s.has(".sample_from_anchor")) and s.shape(GEMMA_MARK) is None
 
 
 def pattern(s: Subject) -> list[bool]:
