@@ -198,6 +198,10 @@ def rotation(s: Subject) -> Findings:
             yield Finding(s.name(f".rope.dimension_count{swa}"), size, dims, REWRITE)
 
 
+NAMING_TYPES = ("nvfp4", "mxfp4")
+"""Types after which llama.cpp's converter names a file, however few matrices have them."""
+
+
 def most_type(s: Subject) -> str | None:
     """Return the type that most bytes of matrices have."""
     sizes: dict[str, int] = {}
@@ -210,7 +214,8 @@ def most_type(s: Subject) -> str | None:
 
 @rule("G4-KEY-008", WARNING, "file_type should be the type of most weights", needs=FILE)
 def file_type(s: Subject) -> Findings:
-    """A requantized file that kept the old number is listed, and chosen, as another type."""
+    """A requantized file that kept the old number is listed, and chosen, as another type. A file
+    may be named after a few matrices in NVFP4 or MXFP4, as by llama.cpp's converter."""
     number = s.integer("general.file_type")
     mix = policy.from_file_type(number) if number is not None else None
     most = most_type(s)
@@ -221,6 +226,9 @@ def file_type(s: Subject) -> Findings:
             number,
             "quantize again with g4spec quantize",
         )
+    types = {t.type_name.lower() for t in s.entries.values()}
+    if mix and mix.name in types.intersection(NAMING_TYPES):
+        return
     if mix and most and most.lower() not in policy.expected_types(mix):
         yield Finding(
             "general.file_type", most, mix.name.upper(), "quantize again with g4spec quantize"
