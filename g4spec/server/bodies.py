@@ -36,14 +36,17 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def model_and_stream(body: bytes) -> tuple[str | None, bool]:
-    """Return the fields `model` (or None) and `stream` of a body; its handler reports an invalid
-    body."""
+def routing_fields(body: bytes) -> tuple[str | None, str | None, bool]:
+    """Return the fields `model` and `previous_response_id` (or None) and `stream` of a body; its
+    handler reports an invalid body."""
     try:
         value = from_json(body)
     except ValueError:
-        return None, False
+        return None, None, False
     if not isinstance(value, dict):
-        return None, False
-    name = value.get("model")
-    return (name if isinstance(name, str) else None), value.get("stream") is True
+        return None, None, False
+    name, previous = (
+        found if isinstance(found := value.get(key), str) else None
+        for key in ("model", "previous_response_id")
+    )
+    return name, previous, value.get("stream") is True

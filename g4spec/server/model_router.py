@@ -1,8 +1,9 @@
 """Serve several models on one port.
 
-A request selects a model by `model`, in its body or query; without it, the most recently used
-model answers, and only POST loads one. Each loaded model has its own application
-(`app.create_app`), to which requests are forwarded. Stored responses belong to no model.
+A request selects a model by `model`, in its body or query. Without it, the model that wrote the
+response of `previous_response_id` answers, else the most recently used one, and only POST loads
+one. Each loaded model has its own application (`app.create_app`), to which requests are forwarded.
+Stored responses belong to no model.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class ModelRouter:
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
-                named, streams = bodies.model_and_stream(body)
+                named, previous, streams = bodies.routing_fields(body)
                 name = named or name
+                if name is None and previous is not None and "/responses" in scope["path"]:
+                    name = self._writer(scope, previous)
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
                 await JsonResponse(answer)(scope, receive, send)
@@ -122,6 +125,12 @@ class ModelRouter:
             self._conversations.begin(scope, conversation, model.name, self.models.all)
             return partial(self._conversations.wait, scope, conversation)
         return partial(cancel_on_disconnect, client)
+
+    def _writer(self, scope: Scope, previous: str) -> str:
+        """Return the model that wrote a stored response; raise RequestError (404) for no such
+        response."""
+        record = self.models.responses.get(previous, scope.get("state", {}).get("key"))
+        return str(record.response["model"])
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""

@@ -729,16 +729,19 @@ def test_stored_responses_belong_to_no_model(folder: Path, room: ModelLoader) ->
             assert refused.json()["error"]["code"] == "model_not_found"
         refused = http.get(f"/v1/responses/{name}?models=first")
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "models"
-        for more in ({}, {"model": "second"}):
+        for more, model in (({"model": "second"}, "second"), ({}, "first")):
             again = {**ask, "max_output_tokens": 4, "previous_response_id": name, **more}
             next_one = http.post("/v1/responses", json=again).json()
-            assert next_one["model"] == "second"
+            assert next_one["model"] == model, "without a name, that of the response"
             assert len(get(f"{next_one['id']}/input_items")["data"]) >= 2
+        gone = {**again, "previous_response_id": "resp_gone"}
+        refused = http.post("/v1/responses", json=gone)
+        assert refused.json()["error"]["code"] == "response_not_found"
         assert get(name, "DELETE")["deleted"]
         missing = http.get(f"/v1/responses/{name}")
         assert missing.json()["error"]["code"] == "response_not_found"
         assert http.put(f"/v1/responses/{name}").status_code == 405
-        assert room.opened == ["first", "second"]
+        assert room.opened == ["first", "second", "first"]
 
         name = begin()
         loop = served.server._loop
