@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,8 +33,8 @@ log = logging.getLogger("g4spec.server")
 MAX_FAILURES = 5
 """The engine is not restarted after this many consecutive failures without a finished request."""
 
-MAX_TRIES = 3
-"""Maximum number of processes to which a request is submitted before its prefill begins."""
+WAKE_SECONDS = 300.0
+"""Seconds without progress of its load after which an engine that wakes counts as hanging."""
 
 RESTART = "restart the server, or unload and load the model"
 """The fix once the engine is no longer restarted."""
@@ -84,7 +85,7 @@ class EngineClient:
         self._request_finished, self._hang_reason = False, ""
         self._put_to_sleep, self._awake = False, threading.Event()
         self._awake.set()
-        self._is_waking = False  # from `wake` until the process is ready, or has failed
+        self._wake_progress = -inf  # time; from `wake` until the process is ready, or has failed
         self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,14 +174,14 @@ class EngineClient:
         return self._stats
 
     def is_healthy(self, limit: float) -> bool:
-        """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps or
-        wakes."""
+        """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps, or
+        wakes and its load progresses."""
         if self.is_sleeping:
             return True
         if self.failed is not None:
             return False
         if self._channel is None:
-            return self._is_waking
+            return time.monotonic() - self._wake_progress <= WAKE_SECONDS
         since = max(self._stats.last_step, self._last_activity)
         return not self._pending or time.monotonic() - since <= limit
 
@@ -212,7 +213,7 @@ class EngineClient:
     def wake(self) -> None:
         """Start a process if the engine sleeps; return at once."""
         if self.is_sleeping:
-            self._is_waking = True
+            self._wake_progress = time.monotonic()
         self._awake.set()
 
     def close(self) -> None:
@@ -334,6 +335,8 @@ class EngineClient:
         if name == "figures":
             self._stats = more[0]
         elif name == "loading":
+            if self._wake_progress > -inf:
+                self._wake_progress = time.monotonic()
             if self._progress is not None and not self._loaded.is_set():
                 self._progress(*more)
         elif name == "ready":
@@ -346,7 +349,7 @@ class EngineClient:
             if self.is_sleeping:
                 channel.send("close")
                 return
-            self._put_to_sleep = self._is_waking = False
+            self._put_to_sleep, self._wake_progress = False, -inf
             self._channel = channel
             self._last_activity = time.monotonic()
             for number in list(self._pending):
@@ -379,13 +382,9 @@ class EngineClient:
         log.error("the engine's process ended", extra={"facts": facts})
         self._stats = NO_STATS
         with self._lock:
-            self._is_waking = False
+            self._wake_progress = -inf
             self.failed = failed
-            lost = {
-                n: t
-                for n, t in self._pending.items()
-                if failed or t.begun or t.tries >= MAX_TRIES or t.request.cancelled
-            }
+            lost = {n: t for n, t in self._pending.items() if failed or t.ends_with_process}
             for number in lost:
                 del self._pending[number]
         for pending in lost.values():

@@ -10,6 +10,9 @@ from g4spec.core import Cycle
 from g4spec.runtime.request import Driver, Options, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 
+MAX_TRIES = 3
+"""Maximum number of processes to which a request is submitted before its prefill begins."""
+
 
 class EngineLost(RuntimeError):
     """The engine's process ended while it generated text."""
@@ -69,3 +72,8 @@ class PendingRequest:
     options: bytes
     begun: bool = False
     tries: int = 0
+
+    @property
+    def ends_with_process(self) -> bool:
+        """Return True if the request is not submitted to another process."""
+        return self.begun or self.tries >= MAX_TRIES or self.request.cancelled

@@ -112,8 +112,10 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
     assert not engine.sleep(), "it is closed"
 
 
-def test_health_stays_green_while_a_sleeping_engine_wakes(family: Path, tmp_path: Path) -> None:
-    """Else a probe ends the server at the first request. A failure of that start is reported."""
+def test_health_stays_green_while_a_sleeping_engine_wakes(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a probe ends the server at the first request. A failure or hang then is reported."""
     make = partial(faulty.load_slowly, tmp_path / "broken")
     with EngineClient(family / "target.gguf", None, make=make, n_ctx=256) as engine:
         served = Served(engine, Settings("tiny"))
@@ -131,6 +133,10 @@ def test_health_stays_green_while_a_sleeping_engine_wakes(family: Path, tmp_path
 
         try:
             assert wake() == {200} and engine._channel is not None and health() == 200
+            monkeypatch.setattr(engine_client, "WAKE_SECONDS", 0.1)
+            assert 503 in wake()
+            until(lambda: health() == 200)
+            monkeypatch.undo()
             (tmp_path / "broken").write_text("")
             assert wake() == {200, 503}
             (tmp_path / "broken").unlink()
