@@ -196,7 +196,7 @@ def configure_logging() -> None:
     """Send the server's log to stderr, one line of JSON per record."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
-    handler.addFilter(_is_no_cancellation)
+    handler.addFilter(is_news)
     for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
@@ -204,11 +204,13 @@ def configure_logging() -> None:
         log.propagate = False
 
 
-def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's report of a request that was cancelled: the second signal cancels
-    all, which is no error of the application."""
+def is_news(record: logging.LogRecord) -> bool:
+    """Return False for uvicorn's reports of a request that was cancelled (the second signal cancels
+    all) and of a response without an end (`sse` has logged whose client does not read it): they are
+    no errors of the application."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, asyncio.CancelledError)
+    cut = record.msg == "ASGI callable returned without completing response."
+    return not cut and not isinstance(error, asyncio.CancelledError)
 
 
 def listen(address: ServerAddress) -> list[socket.socket]:

@@ -125,3 +125,19 @@ def test_the_log_names_the_request_of_an_unread_stream(caplog: pytest.LogCapture
     (line,) = [json.loads(JsonLogFormatter().format(record)) for record in caplog.records]
     assert line["event"] == "client does not read its stream" and line["id"] == "abc"
     assert "words of a client" not in str(line)
+
+
+def test_an_unread_stream_is_logged_once(
+    engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Uvicorn reported each as an error of the application, too."""
+    served = Served(engines(None, parallel=2), Settings("tiny", send_limit=0.05))
+    body = json.dumps({"input": "x", "user": "x" * 1_000_000, "stream": True}).encode()
+    served.listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with connect(served) as client:
+        head = f"POST /v1/responses HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        wait(lambda: "ASGI callable returned without completing response." in caplog.messages)
+    served.stop()
+    written = [record.getMessage() for record in caplog.records if run.is_news(record)]
+    assert written == ["client does not read its stream"]
