@@ -141,7 +141,9 @@ class Endpoints(StoredResponses):
         service = self._service
         if stream:
             kept, generation = ReplayStore.name(request), await service.submit(await build_job())
-            events = self._log_when_done(request, generation, chunks(generation))
+            events = self._log_when_done(
+                request, generation, chunks(generation), recorded=kept is not None
+            )
             if kept is None:
                 return EventStream(generation, events, failed, service.settings, ping=ping)
             replay = await self._replays.begin(owner(request), kept, generation, events, failed)
@@ -174,15 +176,23 @@ class Endpoints(StoredResponses):
         return EventStream(replay, replay.follow(at), str, self._service.settings)
 
     async def _log_when_done(
-        self, request: Request, generation: Generation, events: Events
+        self, request: Request, generation: Generation, events: Events, *, recorded: bool
     ) -> Events:
         """Yield `events`; at the end, close the generation, count its error and add its figures to
-        the log."""
+        the log.
+
+        Args:
+            recorded: an unexpected error ends no request, which would be counted.
+        """
         try:
             async for each in events:
                 yield each
         except RequestError as refused:
             self._service.metrics.count_error(refused.status)
+            raise
+        except Exception:
+            if recorded:
+                self._service.metrics.count_error(500)
             raise
         finally:
             await events.aclose()

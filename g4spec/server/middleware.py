@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from g4spec.server.json_response import JsonResponse, dumps
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import INTERNAL, RequestError, internal
 
 log = logging.getLogger("g4spec.server")
 
@@ -280,11 +280,10 @@ class WakeMiddleware:
 async def internal_error(request: Request, error: Exception) -> Response:
     """Log an unexpected error and return its response (500)."""
     state = request.scope.setdefault("state", {})
-    refused = RequestError(500, "internal server error; see the server's log")
+    again = "failed" in state  # Starlette raises the error again, and handles it again outside
+    refused = RequestError(500, INTERNAL) if again else internal(error)
     response = error_response(refused, request.scope)
-    if "failed" not in state:  # Starlette raises the error again, and handles it again outside
-        state["failed"] = True
-        log.error("internal server error", exc_info=error)
+    state["failed"] = True
     response.headers["connection"] = "close"  # as uvicorn does after an error
     return response
 

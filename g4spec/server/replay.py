@@ -6,7 +6,6 @@ A conversation id identifies the stream, as in llama.cpp.
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import time
 from collections import OrderedDict
@@ -15,10 +14,8 @@ from contextlib import aclosing
 
 from starlette.requests import Request
 
-from g4spec.server.request_errors import RequestError, check_query
+from g4spec.server.request_errors import RequestError, check_query, internal
 from g4spec.server.sse import Events, StreamSource
-
-log = logging.getLogger("g4spec.server")
 
 KEEP_SECONDS = 300.0
 """Seconds that a stream is kept after it has ended."""
@@ -87,9 +84,7 @@ class RecordedStream:
         if isinstance(error, RequestError):
             self._add(self._failed(error))
         elif error is not None:
-            log.error("internal server error", exc_info=error)
-            refused = RequestError(500, "internal server error; see the server's log")
-            self._add(self._failed(refused))
+            self._add(self._failed(internal(error)))
         self._source.close()
         self.ended = time.monotonic()
         self._notify()

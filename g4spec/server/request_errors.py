@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Container, Iterable
 from typing import Any
 
 from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong, spell
 from g4spec.ops.sampling import NotFinite
+
+log = logging.getLogger("g4spec.server")
 
 TYPES = {
     400: "invalid_request_error",
@@ -106,6 +109,16 @@ class RequestError(Exception):
                 f"prompt is too long: {sizes['n_prompt_tokens']} tokens > {sizes['n_ctx']} maximum"
             )
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+INTERNAL = "internal server error; see the server's log"
+"""Message of an unexpected error."""
+
+
+def internal(error: BaseException) -> RequestError:
+    """Log an unexpected error; return the one that the client gets (500)."""
+    log.error("internal server error", exc_info=error)
+    return RequestError(500, INTERNAL)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> RequestError:

@@ -11,7 +11,7 @@ from typing import Any
 
 from g4spec.server.fields import Json
 from g4spec.server.json_response import dumps
-from g4spec.server.request_errors import RequestError, check_query
+from g4spec.server.request_errors import RequestError, check_query, internal
 from g4spec.server.service import Generation, Service
 
 MAX_RESPONSES = 1000
@@ -85,7 +85,12 @@ class ResponseStore:
         """Run `work`, which generates a response with `service`, in the background."""
         record.work = asyncio.create_task(work)
         self._tasks[record.work] = service
-        record.work.add_done_callback(self._tasks.pop)
+        record.work.add_done_callback(self._end_work)
+
+    def _end_work(self, work: asyncio.Task[None]) -> None:
+        service = self._tasks.pop(work)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            service.metrics.count_error(internal(error).status)
 
     def put(self, record: Record) -> None:
         """Store a response, or replace it by its new state."""

@@ -13,7 +13,7 @@ from g4spec.server import chat, response_parts
 from g4spec.server.fields import Json
 from g4spec.server.generation import Delta, Token
 from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, TextEvent, ThoughtEvent
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import INTERNAL, RequestError
 from g4spec.server.response_fields import InputRequest, ResponsesRequest
 from g4spec.server.response_items import chat_request, items, new_id
 from g4spec.server.response_store import Record, ResponseStore
@@ -120,9 +120,7 @@ class Writer:
             if record.cancelled and record.generation is not None:
                 self._end("cancelled", {})  # its model may be unloaded since it was closed
             if record.generation is not None:  # shutdown or a bug
-                record.add_event(
-                    self.failed(RequestError(500, "internal server error; see the server's log"))
-                )
+                record.add_event(self.failed(RequestError(500, INTERNAL)))
             record.add_event(ended=True)
 
     # ---- events

@@ -27,7 +27,7 @@ from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
-from g4spec.server import middleware, run, tokenization
+from g4spec.server import middleware, response_parts, run, tokenization
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service
@@ -535,9 +535,12 @@ def test_compressed_bodies_are_refused_by_name(busy: Served, encoding: str) -> N
 
 
 def test_every_error_is_counted_once(
-    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engines: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Include those of middleware: wrong keys, large bodies, too many streams, broken handlers."""
+    """Include those of middleware (wrong keys, large bodies, too many streams, broken handlers),
+    and those after an answer of 200. Broken handlers are in the log once."""
 
     def broken(*_: Any) -> Any:
         raise ValueError
@@ -558,6 +561,16 @@ def test_every_error_is_counted_once(
         metrics = served.service.metrics
         for status in (400, 401, 404, 413, 429, 500, 501):
             assert metrics.value(metrics.errors, str(status)) == 1, status
+        monkeypatch.setattr(response_parts, "timings", broken)
+        ask = {"prompt": "x", "max_tokens": 2, "stream": True}
+        with contextlib.suppress(httpx.RemoteProtocolError):  # there is no end
+            served.http.post("/v1/completions", json=ask, headers=key)
+        again = {**key, "x-conversation-id": "x"}
+        assert "server_error" in served.http.post("/v1/completions", json=ask, headers=again).text
+        body = {"input": "x", "max_output_tokens": 2, "background": True}
+        assert served.http.post("/v1/responses", json=body, headers=key).status_code == 200
+        wait(lambda: metrics.value(metrics.errors, "500") == 4)
+        assert [r.message for r in caplog.records].count("internal server error") == 4
     finally:
         served.stop()
 
