@@ -64,5 +64,5 @@ def create_app(
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.router.redirect_slashes = False  # behind a proxy, its address would be wrong
-    app.state.service, app.state.replays = service, replays
+    app.state.count_error, app.state.replays = service.metrics.count_error, replays
     return app

@@ -25,6 +25,7 @@ from g4spec.server import (
     tokenization,
 )
 from g4spec.server.json_response import JsonResponse
+from g4spec.server.metrics import metrics_response
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.replay import ReplayStore
 from g4spec.server.request_errors import RequestError
@@ -285,11 +286,7 @@ class Endpoints(StoredResponses):
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
         self._check_model(request)
-        response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
-        # The header is spelled as in llama.cpp; Starlette would write it in lower case.
-        began = str(self._service.started).encode()
-        response.raw_headers.append((b"Process-Start-Time-Unix", began))
-        return response
+        return metrics_response(self._service.metrics.text(), self._service.started)
 
     @described(model=MODEL)
     async def props(self, request: Request) -> Response:

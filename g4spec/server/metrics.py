@@ -9,6 +9,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
+from starlette.responses import Response
 
 from g4spec.core import MAX_DRAFT
 from g4spec.runtime.request import Stats
@@ -58,6 +59,27 @@ TOKEN_LATENCY_BUCKETS = (
     1,
     2.5,
 )
+
+
+class RouterMetrics:
+    """The counter of a server of several models for requests that reach none of them."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._errors = Counter(
+            "g4spec:router_request_refused",
+            "Requests answered with an error before a model was chosen, by status.",
+            ("status",),
+            registry=self._registry,
+        )
+
+    def count_error(self, status: int) -> None:
+        """See `Metrics.count_error`."""
+        self._errors.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """Return the counter in Prometheus' text format."""
+        return generate_latest(self._registry)
 
 
 class Metrics:
@@ -224,3 +246,11 @@ class Metrics:
         text = generate_latest(self.registry) + self._llama.longest_text()
         self._llama.begin_window()
         return text
+
+
+def metrics_response(text: bytes, started: int) -> Response:
+    """Return the response of /metrics; `started`: Unix time of the start."""
+    response = Response(text, media_type="text/plain; version=0.0.4")
+    # The header is spelled as in llama.cpp; Starlette would write it in lower case.
+    response.raw_headers.append((b"Process-Start-Time-Unix", str(started).encode()))
+    return response

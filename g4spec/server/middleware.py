@@ -36,10 +36,8 @@ need."""
 def error_response(refused: RequestError, scope: Scope) -> JsonResponse:
     """Count an error and return its response, in Anthropic's format under /v1/messages, else
     OpenAI's."""
-    # `ModelRouter` has no metrics of its own.
-    service = getattr(scope["app"].state, "service", None)
-    if service is not None and "failed" not in scope.get("state", {}):
-        service.metrics.count_error(refused.status)
+    if "failed" not in scope.get("state", {}):
+        scope["app"].state.count_error(refused.status)
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)

@@ -9,6 +9,7 @@ Stored responses belong to no model.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
@@ -27,6 +28,7 @@ from g4spec.server.endpoints import Endpoints, routes
 from g4spec.server.exception_handlers import EXCEPTION_HANDLERS
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.loaded_models import LoadedModels, Wait
+from g4spec.server.metrics import RouterMetrics, metrics_response
 from g4spec.server.middleware import create_middleware, error_response
 from g4spec.server.model_folder import Model
 from g4spec.server.openapi import described, document
@@ -52,10 +54,12 @@ class ModelRouter:
     def __init__(self, models: LoadedModels, *, autoload: bool = True) -> None:
         self.models, self._autoload = models, autoload
         self._conversations = Conversations()
+        self.metrics, self._started = RouterMetrics(), int(time.time())
         self._routes = [*ROUTER_ROUTES, *routes(Endpoints)]
         # Answers requests that match no route, as the application of a model would.
         self._wrong_paths = Starlette(routes=self._routes, exception_handlers=EXCEPTION_HANDLERS)
         self._wrong_paths.router.redirect_slashes = False
+        self._wrong_paths.state.count_error = self.metrics.count_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -79,6 +83,9 @@ class ModelRouter:
                 return
             if scope["path"] == "/":
                 await page.response()(scope, receive, send)
+                return
+            if scope["path"] == "/metrics" and name is None:
+                await self._all_metrics()(scope, receive, send)
                 return
             if scope["path"] == "/models/events":
                 await unowned_stream(self.events())(scope, receive, send)
@@ -172,6 +179,13 @@ class ModelRouter:
             "models_autoload": self._autoload,
         }
 
+    def _all_metrics(self) -> Response:
+        """Return the response of /metrics: of the router, and of the most recently used model."""
+        current = self.models.current()
+        service = current.service if current is not None else None
+        text = service.metrics.text() if service is not None else b""
+        return metrics_response(self.metrics.text() + text, self._started)
+
     @described("text/event-stream")
     async def events(self) -> AsyncGenerator[str, None]:
         """Answer GET /models/events: the /v1/models entry of each model, first and on changes.
@@ -254,9 +268,11 @@ def create_app(router: ModelRouter, **more: Any) -> Starlette:
         await models.close()
 
     stored = StoredResponses(models.responses, Settings(""), router.check_model)
-    return Starlette(
+    app = Starlette(
         routes=[*stored_routes(stored), Mount("/", router)],
         middleware=create_middleware(**more),
         lifespan=lifespan,
         exception_handlers=EXCEPTION_HANDLERS,
     )
+    app.state.count_error = router.metrics.count_error
+    return app

@@ -305,9 +305,10 @@ WITHOUT_MODEL = (
     ("HEAD", "/models/events", 200),
     ("GET", "/health/", 404),
     ("GET", "/v1/responses/resp_x/", 404),
-    ("GET", "/metrics", 503),
-    ("HEAD", "/metrics", 503),
+    ("GET", "/metrics", 200),
+    ("HEAD", "/metrics", 200),
     ("GET", "/slots", 503),
+    ("HEAD", "/slots", 503),
     ("GET", "/v1/live", 503),
     ("GET", "/v1/responses/resp_x", 404),
     ("DELETE", "/v1/responses/resp_x", 404),
@@ -352,7 +353,13 @@ def test_only_posts_and_names_load_a_model(folder: Path, autoload: bool) -> None
             assert ("allow" in response.headers) == (status == 405)
             if status > 400 and method != "HEAD":
                 assert response.json()["error"]["message"], (method, path)
-        assert "no model is loaded" in served.http.get("/metrics").json()["error"]["message"]
+        assert "no model is loaded" in served.http.get("/slots").json()["error"]["message"]
+        served.http.post("/v1/completions?model=third", json={})
+        metrics = served.http.get("/metrics").text.splitlines()
+        more = {404: 1, 503: 1}  # of the two requests above
+        for status in (404, 405, 503):
+            n = sum(each == status for *_, each in WITHOUT_MODEL) + more.get(status, 0)
+            assert f'g4spec:router_request_refused_total{{status="{status}"}} {n}.0' in metrics
         assert served.http.get("/v1/messages").json()["type"] == "error"
         assert room.opened == [] and "loading" not in served.status().values()
         served.http.post("/models/load", json={"model": "first"})
@@ -398,8 +405,9 @@ def test_probes_and_scrapes_do_not_keep_a_model_loaded(folder: Path) -> None:
         http = served.http
         http.post("/models/load", json={"model": "first"})
         end = time.monotonic() + 10
-        while http.get("/metrics").status_code == 200:
+        while http.get("/slots").status_code == 200:
             assert http.get("/health").status_code == 200
+            assert http.get("/metrics").status_code == 200
             assert time.monotonic() < end
         assert served.status() == {"first": "unloaded", "second": "unloaded"}
     finally:
