@@ -41,7 +41,7 @@ def convert_cached(
         parts = [__version__, type, provenance.digest(found.source)]
     with sources.detect(target, weights=False) as pair:
         parts.append(provenance.digest(pair.source))
-    parts += [f"{path.name} {size} {time}" for path, (_, size, time) in file_stamps(source).items()]
+    parts += [f"{path.name} {size} {time}" for path, (size, time, _) in file_stamps(source).items()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
     for path in (out, _digest_path(out)):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from g4spec.errors import InputError
 from g4spec.gguf import parts
+from g4spec.gguf.regular_files import open_regular
 
 ENDINGS = (".gguf", ".jinja", ".json", ".safetensors")
-Stamp = tuple[int, int, int]
+SAMPLE = 64 << 10
+Stamp = tuple[int, int, bytes]
 
 
 def file_stamps(source: Path) -> dict[Path, Stamp]:
-    """Return inode, size and modification time (ns) of each file that a source may be read from."""
+    """Return size, modification time (ns) and a digest of the first and last 64 KiB of each file
+    that a source may be read from.
+
+    No inodes: network and FUSE mounts may give a file another one when they are asked again.
+    """
     inside = sorted(source.iterdir()) if source.is_dir() else [source, *parts.siblings(source)]
     files = [p for p in inside if not source.is_dir() or p.suffix in ENDINGS]
     return {p: _stamp(p) for p in files if p.exists()}
@@ -21,7 +29,12 @@ def file_stamps(source: Path) -> dict[Path, Stamp]:
 
 def _stamp(path: Path) -> Stamp:
     found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    digest = hashlib.sha256()
+    with suppress(OSError, InputError), open_regular(path) as file:  # reading it reports these
+        digest.update(file.read(SAMPLE))
+        file.seek(max(found.st_size - SAMPLE, 0))
+        digest.update(file.read(SAMPLE))
+    return found.st_size, found.st_mtime_ns, digest.digest()
 
 
 class UnchangedCheck:
