@@ -159,11 +159,13 @@ def compare(
     """Compare two results that `read` returned.
 
     A regression is a drop in speed by more than `allowed` if the spreads of the repeats do not
-    overlap, lower acceptance of a fixed draft length, or a changed text.
+    overlap, lower acceptance of a fixed draft length, or a changed text. Of targets with other
+    quant types only the speed is compared: their texts differ, and with them the acceptance.
 
     Raises InputError if the settings of the two differ, unless `force`.
     """
-    unlike, retyped = _unlike(old, new), _retyped(old, new)
+    unlike, other_target = _unlike(old, new), _retyped("target", old, new)
+    retyped = [*_retyped("draft", old, new), *other_target]
     if unlike and not force:
         raise InputError(
             "the two results cannot be compared: " + "; ".join(unlike),
@@ -173,7 +175,7 @@ def compare(
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
     timed = [pair for pair in both if all(row["tokens_per_second"] for row in pair)]
-    changes = [_change(*pair, allowed) for pair in timed]
+    changes = [_change(*pair, allowed, same_texts=not other_target) for pair in timed]
     if not changes:
         raise InputError("the two results have no (category, draft length) pair to compare")
     if untimed := len(both) - len(timed):
@@ -186,7 +188,7 @@ def compare(
     ]
     if missing := len(ours.keys() - theirs.keys()):
         unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
-    for name in old["texts"].keys() & new["texts"].keys():
+    for name in () if other_target else old["texts"].keys() & new["texts"].keys():
         before, after = old["texts"][name], new["texts"][name]
         if before.get("prompt") == after.get("prompt") and before != after:
             regressions.append(f"the text of {title(name)} changed")
@@ -195,13 +197,16 @@ def compare(
     return BenchComparison(changes, sorted(regressions), sorted(unlike + retyped))
 
 
-def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> Change:
+def _change(
+    old: Mapping[str, Any], new: Mapping[str, Any], allowed: float, *, same_texts: bool
+) -> Change:
     before, after = old["tokens_per_second"], new["tokens_per_second"]
     speed = after / before
     worse = []
     if speed < 1 - allowed and max(new["spread"]) < min(old["spread"]):
         worse.append(f"{1 - speed:.1%} slower ({before:.1f} to {after:.1f} tokens/s)")
-    if old["length"] != "auto" and new["acceptance"] < old["acceptance"] - ACCEPTANCE:
+    fell = new["acceptance"] < old["acceptance"] - ACCEPTANCE
+    if same_texts and old["length"] != "auto" and fell:
         worse.append(f"acceptance fell from {old['acceptance']:.1%} to {new['acceptance']:.1%}")
     return Change(
         category=old["category"],
@@ -223,7 +228,7 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if a != b:
             found.append(f"{name} {a} and {b}")
     for name in ("target", "draft"):
-        if name == "draft" and _retyped(old, new):
+        if _retyped(name, old, new):
             continue
         one, two = (side["provenance"].get(name) or {} for side in (old, new))
         if one.get("sha256") != two.get("sha256") or one.get("kind") != two.get("kind"):
@@ -242,14 +247,22 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return a warning if the drafts have the same kind but other quant types, or []. Such results
-    can be compared, because the texts are the target's."""
-    one, two = (side["provenance"].get("draft") or {} for side in (old, new))
+def _retyped(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return a warning if the targets or drafts have the same kind but other quant types, or [].
+    Such results can be compared; targets must also have as many tensors, else they are not two
+    files of one model."""
+    one, two = (side["provenance"].get(name) or {} for side in (old, new))
     types = [side.get("types") or {} for side in (one, two)]
-    if one.get("kind") != two.get("kind") or set(types[0]) == set(types[1]) or not all(types):
+    if one.get("kind") != two.get("kind") or types[0] == types[1] or not all(types):
+        return []
+    as_many = sum(types[0].values()) == sum(types[1].values())
+    if not as_many and (name == "target" or set(types[0]) == set(types[1])):
         return []
     shown = [
         max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32") for side in types
     ]
-    return [f"quant type of the draft: {shown[0]} in the old file, {shown[1]} in the new"]
+    if shown[0] == shown[1]:
+        shown = [", ".join(f"{n} {t}" for t, n in side.items()) for side in types]
+    found = f"quant type of the {name}: {shown[0]} in the old file, {shown[1]} in the new"
+    expected = "; changes of texts and acceptance are no regressions" if name == "target" else ""
+    return [found + expected]

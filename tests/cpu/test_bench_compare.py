@@ -182,8 +182,8 @@ def test_tolerance() -> None:
 
 
 def test_drafts_of_two_quant_types(pair: tuple[Data, Data]) -> None:
-    """Results with drafts of different quant types are compared without --force. With targets of
-    different types they are not comparable, because the texts differ."""
+    """Results with drafts of different quant types are compared without --force. Targets of
+    different types with another number of tensors are two models."""
     old, new = pair
     file = {"sha256": "cd" * 32, "types": {"q4_k": 40, "q6_k": 4, "f32": 66}}
     new["provenance"]["draft"] |= file
@@ -192,5 +192,29 @@ def test_drafts_of_two_quant_types(pair: tuple[Data, Data]) -> None:
     assert found.warnings == ["quant type of the draft: q8_0 in the old file, q4_k in the new"]
     assert len(found.regressions) == 1 and "acceptance fell" in found.regressions[0]
     new["provenance"]["target"] |= file
+    with pytest.raises(InputError, match="target"):
+        compare(old, new)
+
+
+@pytest.mark.parametrize(
+    "types, words",
+    [
+        ({"q4_k": 50, "q6_k": 7, "f32": 66}, "q8_0 in the old file, q4_k in the new"),
+        ({"q8_0": 50, "f16": 7, "f32": 66}, "57 q8_0, 66 f32 in the old file, 50 q8_0, 7 f16, "),
+    ],
+)
+def test_targets_of_two_quant_types(pair: tuple[Data, Data], types: Any, words: str) -> None:
+    """Their speeds are compared without --force. Texts and acceptance are those of two models."""
+    old, new = pair
+    new["provenance"]["target"] |= {"sha256": "cd" * 32, "types": types}
+    new["rows"][3]["acceptance"] -= 0.05
+    new["texts"]["code-0"]["text"] = "other"
+    found = compare(old, new)
+    assert not found.regressions and len(found.warnings) == 1
+    assert found.warnings[0].startswith(f"quant type of the target: {words}")
+    assert found.warnings[0].endswith("; changes of texts and acceptance are no regressions")
+    slower(new["rows"][3], 0.5)
+    assert "50.0% slower" in compare(old, new).regressions[0]
+    new["provenance"]["target"]["kind"] = "gemma3"
     with pytest.raises(InputError, match="target"):
         compare(old, new)
