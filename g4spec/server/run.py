@@ -9,6 +9,7 @@ import socket
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,11 +198,31 @@ def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLogFormatter())
     handler.addFilter(is_news)
-    for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
+    levels = {"g4spec.server": logging.INFO, "uvicorn": logging.ERROR, "asyncio": logging.ERROR}
+    for name, level in levels.items():
         log = logging.getLogger(name)
         log.handlers[:] = [handler]
         log.setLevel(level)
         log.propagate = False
+    logging.getLogger("asyncio").filters[:] = [OncePerMinute()]
+
+
+class OncePerMinute(logging.Filter):
+    """Passes a message once a minute: asyncio repeats one thousands of times a second while no file
+    descriptor is free for a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[str, float] = "", 0.0  # without the name of the socket
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        error = record.exc_info[1] if record.exc_info else None
+        message, now = f"{record.getMessage().splitlines()[0]} {error}", time.monotonic()
+        if self._last[0] == message and now - self._last[1] < 60:
+            return False
+        self._last = message, now
+        return True
 
 
 def is_news(record: logging.LogRecord) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -141,3 +142,24 @@ def test_an_unread_stream_is_logged_once(
     served.stop()
     written = [record.getMessage() for record in caplog.records if run.is_news(record)]
     assert written == ["client does not read its stream"]
+
+
+def test_a_message_of_the_event_loop_is_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without free file descriptors asyncio writes the same traceback 4,000 times a second."""
+    loggers = [logging.getLogger(name) for name in ("g4spec.server", "uvicorn", "asyncio")]
+    for log in loggers:
+        for name in ("handlers", "filters", "level", "propagate"):
+            value = getattr(log, name)
+            monkeypatch.setattr(log, name, [*value] if isinstance(value, list) else value)
+    now = [0.0]
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run.configure_logging()
+    for now[0] in (0.0, 1.0, 59.0, 61.0):
+        message = f"socket.accept() out of system resource\nsocket: {now[0]}"
+        loggers[-1].error(message, exc_info=OSError(24, "full"))
+    loggers[-1].error("another")
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["event"][-12:] for line in lines] == ["\nsocket: 0.0", "socket: 61.0", "another"]
+    assert "full" in lines[0]["error"]
