@@ -49,7 +49,7 @@ def props(service: Service) -> dict[str, Any]:
         "total_slots": engine.n_slots,
         "model_alias": service.settings.model,
         "model_path": Path(tokenizer.source).name,  # not the path on this machine
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "video": False, "audio": False},
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
@@ -72,12 +72,13 @@ def slots(service: Service) -> list[dict[str, Any]]:
             "speculative": engine.draft_name is not None,
         }
         if (text := live.get(i)) is not None:
+            counts = {"n_decoded": text.tokens, "n_remain": text.left}
             slot |= {
                 "id_task": text.number,
                 "n_prompt_tokens": text.prompt_tokens,
                 "n_prompt_tokens_cache": text.cached_tokens,
-                "n_decoded": text.tokens,
-                "n_remain": text.left,
+                **counts,
+                "next_token": [{"has_next_token": True, **counts}],  # as in llama.cpp
                 "draft_n": text.drafted,
                 "draft_n_accepted": text.accepted,
             }

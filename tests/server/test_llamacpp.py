@@ -279,6 +279,12 @@ def test_the_server_describes_itself(busy: Served) -> None:
         slots = busy.http.get("/slots").json()
     working = [s for s in slots if s["is_processing"]]
     assert len(working) == 1 and working[0]["n_decoded"] >= 1 and working[0]["n_remain"] < 1500
+    (token,) = working[0]["next_token"]  # where clients of llama.cpp look
+    assert token == {
+        "has_next_token": True,
+        **{k: working[0][k] for k in ("n_remain", "n_decoded")},
+    }
+    assert busy.http.get("/props").json()["modalities"]["video"] is False
 
 
 def test_several_prompts_in_one_request(busy: Served) -> None:
