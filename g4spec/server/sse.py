@@ -38,6 +38,10 @@ class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
+class _Unread(Exception):
+    """The client does not read its stream; a TimeoutError or OSError of the events is another."""
+
+
 async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`; if the client disconnects, cancel it and raise
     ClientDisconnected."""
@@ -116,8 +120,11 @@ class EventStream(Response):
     async def _stream(self, send: Send, number: str) -> None:
         async def put(message: Message) -> None:
             # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
-            with anyio.fail_after(self._settings.send_limit):
-                await send(message)
+            try:
+                with anyio.fail_after(self._settings.send_limit):
+                    await send(message)
+            except (TimeoutError, OSError) as error:
+                raise _Unread from error
 
         async def text(piece: str) -> None:
             await put({"type": "http.response.body", "body": piece.encode(), "more_body": True})
@@ -127,7 +134,7 @@ class EventStream(Response):
             async with aclosing(self._events) as events:
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, OSError):
+        except _Unread:
             log.warning("client does not read its stream", extra={"facts": {"id": number}})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:

@@ -163,3 +163,24 @@ def test_a_message_of_the_event_loop_is_logged_once_a_minute(
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["event"][-12:] for line in lines] == ["\nsocket: 0.0", "socket: 61.0", "another"]
     assert "full" in lines[0]["error"]
+
+
+def test_an_error_of_a_stream_is_not_blamed_on_its_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A full disk or a lost process also raise OSError or TimeoutError."""
+
+    async def events() -> sse.Events:
+        yield "data: x\n\n"
+        raise OSError("the fault of the server")
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def receive() -> Any:
+        await asyncio.sleep(20)
+
+    stream = sse.EventStream(SimpleNamespace(close=lambda: None), events(), str, Settings(""))
+    with pytest.raises(OSError, match="the fault of the server"):
+        asyncio.run(stream({"method": "GET", "state": {"id": "abc"}}, receive, send))
+    assert not caplog.records
