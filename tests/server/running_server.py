@@ -38,7 +38,7 @@ class Served:
         )
         self._thread.start()
         assert ready.wait(20)
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = httpx.Client(base_url=self.url, timeout=120, verify=False)
 
     def stop(self) -> None:
         """Stop the server and keep the engine."""
