@@ -82,9 +82,9 @@ def test_a_request_may_take_longer_than_its_head(served: Served) -> None:
             client.sendall(head[:30])
             time.sleep(0.3)
             client.sendall(head[30:])
-            for i in range(0, len(body), 3):
-                time.sleep(0.3)
-                client.sendall(body[i : i + 3])
+            for i in range(0, len(body), 6):
+                time.sleep(0.4)
+                client.sendall(body[i : i + 6])
             answer = b""
             while not answer.endswith(b"]}"):
                 answer += client.recv(4096)

@@ -116,7 +116,7 @@ def test_health_stays_green_while_a_sleeping_engine_wakes(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a probe ends the server at the first request. A failure or hang then is reported."""
-    make = partial(faulty.load_slowly, tmp_path / "broken")
+    make = partial(faulty.load_or_exit, tmp_path / "broken")
     with EngineClient(family / "target.gguf", None, make=make, n_ctx=256) as engine:
         served = Served(engine, Settings("tiny"))
 
@@ -379,7 +379,7 @@ def test_another_file_in_place_of_the_target_ends_the_engine(
     target, other = tmp_path / "target.gguf", tmp_path / "other.gguf"
     for path in (target, other):
         shutil.copy(family / "target.gguf", path)
-    make = partial(faulty.load_slowly, tmp_path / "broken")
+    make = partial(faulty.load_or_exit, tmp_path / "broken")
     with EngineClient(target, None, make=make, n_ctx=256) as engine:
         served = Served(engine, Settings("tiny"))
         try:

@@ -530,6 +530,7 @@ def test_empty_stop_strings_are_ignored(busy: Served) -> None:
 def test_the_seed_minus_one_is_random(busy: Served, path: str) -> None:
     """Test that it is in every API what it is in llama.cpp and vLLM."""
     body = {**SPECULATION[path], "temperature": 2, "seed": -1, "ignore_eos": True}
+    body |= {name: 8 for name in body if name.startswith(("max_", "n_predict"))}
     answers = [busy.post(path, **body) for _ in range(3)]
     texts = [
         a.get("choices") or a.get("content") or [item["content"] for item in a["output"]]
