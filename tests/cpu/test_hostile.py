@@ -435,12 +435,12 @@ def test_validate_does_not_take_quadratic_time(tmp_path: Path) -> None:
     tensors = [TensorData(n, t.shape, t.type, [t.data]) for n, t in file.tensors.items()]
     more = [TensorData(f"x{i}", (1,), 0, [bytes(4)]) for i in range(25000)]
     write(tmp_path / "b.gguf", file.kv, tensors + more)
-    times = []
-    for _ in range(3):
+    times = [5.0]
+    while len(times) <= 3 and min(times) >= 5:  # 1.0 s on an idle slow core
         start = time.process_time()
         assert len(validate(tmp_path / "b.gguf").failures) > 25000
         times.append(time.process_time() - start)
-    assert min(times) < 5  # 1.0 s on an idle slow core
+    assert min(times) < 5
     tensors += more[:10000]
     kv = file.kv | {f"dflash.x{i}": u32(i) for i in range(10000)}
     write(tmp_path / "a.gguf", kv, tensors)
