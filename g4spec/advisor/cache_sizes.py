@@ -88,9 +88,8 @@ def heads_per_card(n_kv: int, tp: int) -> float:
 
 def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
     """Return the cache shapes on one card of a tensor-parallel group."""
-    return tuple(
-        CacheShape(math.ceil(heads_per_card(c.n_kv, tp)), c.head_dim, c.window) for c in caches
-    )
+    heads = {n: math.ceil(heads_per_card(n, tp)) for n in {c.n_kv for c in caches}}
+    return tuple(CacheShape(heads[c.n_kv], c.head_dim, c.window) for c in caches)
 
 
 def vllm_cache(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping
 
@@ -38,11 +39,12 @@ _SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
 _CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
 
 
-def words(text: str) -> list[str]:
+@functools.lru_cache(1024)
+def words(text: str) -> tuple[str, ...]:
     """Split a product name into lower-case words and numbers, without vendor words:
     `NVIDIA GeForce RTX3090` -> rtx, 3090."""
     found = re.findall(r"[a-z]+|\d+", text.lower())
-    return [w for w in found if w not in ("nvidia", "geforce", "tesla", "gpu", "graphics")]
+    return tuple(w for w in found if w not in ("nvidia", "geforce", "tesla", "gpu", "graphics"))
 
 
 def find_card(facts: Facts, name: str) -> CardFact | None:

@@ -67,6 +67,8 @@ def _among(wanted: tuple[str, ...], found: str | None) -> bool:
 
 def matches(when: Conditions, s: Situation) -> bool:
     """Return True if every condition of `when` holds. An unknown value matches no condition."""
+    if not _among(when.engine, s.engine):  # most facts are about one engine
+        return False
     ranges = (
         (when.versions, s.version),
         (when.cc, s.cc),
@@ -89,7 +91,6 @@ def matches(when: Conditions, s: Situation) -> bool:
         (when.experts_in_ram, s.experts_in_ram),
     )
     words = (
-        (when.engine, s.engine),
         (when.model, s.model),
         (when.draft, s.draft),
         (when.kv, s.kv),

@@ -633,8 +633,8 @@ def test_quick_without_a_gpu() -> None:
     """Measures processor time of whole processes, imports included, because the machine may be
     busy."""
     for args in (["doctor"], ["doctor", "-m", "31b", "-md", "mtp", "--assume", "RTX 3090"]):
-        times = []
-        for _ in range(3):
+        times = [2.0]
+        while len(times) <= 3 and min(times) >= 2:
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             subprocess.run(
                 [sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True, check=False
