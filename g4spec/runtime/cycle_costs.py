@@ -84,9 +84,10 @@ class CycleCosts:
 
     def _measured(self, texts: int, count: float) -> float:
         """Return the originally measured seconds for `count` drafted tokens each."""
-        if (texts, count) not in self._known:
-            self._known[texts, count] = self._interpolate_counts(texts, count)
-        return self._known[texts, count]
+        seconds = self._known.get((texts, count))
+        if seconds is None:
+            seconds = self._known[texts, count] = self._interpolate_counts(texts, count)
+        return seconds
 
     def _interpolate_counts(self, texts: int, count: float) -> float:
         if texts not in self._tables:

@@ -342,7 +342,7 @@ class BatchPlanner:
         seconds = self._costs(counts)
         expected = sum([t[n] for t, n in zip(self._tokens, counts, strict=True)])
         extra = seconds - (1 + MARGIN) * self._base
-        several = any(counts[i] > 1 for i in self._auto)
+        several = max([counts[i] for i in self._auto], default=0) > 1
         risked = min(extra / RISK, max(extra, FULL * CREDIT * self._base)) if several else extra
         return BatchPlan(counts, seconds, expected / seconds, risked)
 
@@ -359,9 +359,10 @@ class BatchPlanner:
         """Yield plans with the same length for all requests. If every request costs as much as the
         longest draft, shorter drafts save nothing."""
         for count in range(1, max(self._room[i] for i in self._auto) + 1):
-            yield self.plan(
-                [min(count, m) if i in self._auto else m for i, m in enumerate(self._room)]
-            )
+            counts = list(self._room)
+            for i in self._auto:
+                counts[i] = min(count, counts[i])
+            yield self.plan(counts)
 
     def _greedy_plans(self, help_slowed: bool) -> Iterator[BatchPlan]:
         """Yield plans with one more token each: the one most likely to be accepted, or, with

@@ -20,6 +20,8 @@ TURNS = [
     {"role": "assistant", "content": "b"},
     {"role": "user", "content": "c"},
 ]
+SHOWN: dict[Any, str] = {}
+"""Texts by prompt and template: each chat starts a process that renders it."""
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
@@ -51,7 +53,10 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     def shown(engine: Engine, prompt: Any) -> str:
-        return engine.tokenizer.decode(prompt.encode(engine.tokenizer)[1:], special=True)
+        known = engine.tokenizer
+        if (prompt, known.template) not in SHOWN:
+            SHOWN[prompt, known.template] = known.decode(prompt.encode(known)[1:], special=True)
+        return SHOWN[prompt, known.template]
 
     cases, sweep = verify.cases, bench.sweep
 
