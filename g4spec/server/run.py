@@ -245,7 +245,10 @@ def listen(address: ServerAddress) -> list[socket.socket]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             listeners.append(socket.create_server((host, port), family=family, backlog=2048))
-            if sys.platform == "linux":  # accepted connections inherit it
+            # Accepted connections inherit options. asyncio sets this one only if it knows that
+            # they are of TCP, which sockets of `create_server` do not say.
+            listeners[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if sys.platform == "linux":
                 milliseconds = UNREAD_SECONDS * 1000
                 listeners[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         except (OSError, OverflowError) as error:

@@ -40,6 +40,16 @@ def connect(served: Served) -> socket.socket:
     return client
 
 
+def test_no_part_of_an_answer_waits_for_its_client(served: Served) -> None:
+    """The body, and each event of a stream, was held back until the client acknowledged what was
+    sent before, which it does after 40 ms."""
+    assert served.http.get("/health").status_code == 200
+    for connection in served.server.server_state.connections:
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert served.server.server_state.connections
+
+
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
 def test_a_client_that_does_not_read_delays_no_shutdown(served: Served) -> None:
     body = json.dumps({"tokens": [5] * 1_000_000}).encode()
