@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import resource
 import subprocess
@@ -28,9 +29,20 @@ def python(code: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module", params=FILES, ids=NAMES)
+def file(request: pytest.FixtureRequest) -> Path:
+    """A file of the package; the tests of one file run one after another."""
+    found: Path = request.param
+    return found
+
+
+@functools.lru_cache(1)
+def nodes(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(file.read_text())
-    return [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [n for n in nodes(file) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def test_imports_go_one_way() -> None:
@@ -82,7 +94,6 @@ def test_scripts_import_only_names_that_exist() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_sizes(file: Path) -> None:
     lines = len(file.read_text().splitlines())
     # A command's file parses, calls and renders; the renderer itself may be longer.
@@ -96,12 +107,11 @@ def test_sizes(file: Path) -> None:
     assert not long, f"bodies of more than 60 lines: {long}"
 
 
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_only_render_prints(file: Path) -> None:
     if file == PACKAGE / "cli" / "render.py":
         return
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Call):
+    for node in nodes(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             called = ast.unparse(node.func)
             assert called != "print", f"line {node.lineno}"
             assert not re.fullmatch(
@@ -109,9 +119,8 @@ def test_only_render_prints(file: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("file", FILES, ids=NAMES)
 def test_no_blanket_except(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes(file):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
             last = node.body[-1]
