@@ -222,9 +222,10 @@ class Request:
     def __iter__(self) -> Iterator[Cycle]:
         try:
             while True:
-                while self._cycles:
-                    yield self._cycles.popleft()
-                if self.done:
+                ended = self.done  # before: the last cycle may arrive together with the end
+                while (cycle := self._take()) is not None:
+                    yield cycle
+                if ended:
                     break
                 self._driver.advance(self)
         finally:
@@ -252,9 +253,10 @@ class Request:
         try:
             while True:
                 arrived.clear()
-                while self._cycles:
-                    yield self._cycles.popleft()
-                if self.done:
+                ended = self.done
+                while (cycle := self._take()) is not None:
+                    yield cycle
+                if ended:
                     break
                 await arrived.wait()
         finally:
@@ -270,8 +272,15 @@ class Request:
 
     def drain(self) -> Iterator[Cycle]:
         """Yield the cycles that have arrived and were not taken yet, without waiting."""
-        while self._cycles:
-            yield self._cycles.popleft()
+        while (cycle := self._take()) is not None:
+            yield cycle
+
+    def _take(self) -> Cycle | None:
+        """Return the next cycle, or None if there is none, or another reader has taken it."""
+        try:
+            return self._cycles.popleft()
+        except IndexError:
+            return None
 
     # ---- called by the engine
 

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -179,6 +180,69 @@ def test_a_closed_event_loop_does_not_affect_other_requests(
     assert other.text == texts[1]
     list(left)
     assert left.stats.stop_reason == "cancelled"
+
+
+class Interleaved(deque[Cycle]):
+    """News of a request; right after a look at them, another thread runs."""
+
+    def __init__(self, other: Callable[[], object], news: Iterable[Cycle] = ()) -> None:
+        super().__init__(news)
+        self._others = [other]
+
+    def _switch(self) -> None:
+        if self._others:
+            self._others.pop()()
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        self._switch()
+        return found
+
+    def popleft(self) -> Cycle:
+        try:
+            return super().popleft()
+        finally:
+            self._switch()
+
+
+def read(request: Request, asynchronous: bool) -> list[Cycle]:
+    async def cycles() -> list[Cycle]:
+        return [cycle async for cycle in request]
+
+    return asyncio.run(cycles()) if asynchronous else list(request)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_cycle_is_lost_that_arrives_with_the_end(
+    asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last look at the news and the one at `done`: the text lacked its end."""
+    on = engine()
+    request = on.submit(PROMPTS[0], OPTIONS)
+    monkeypatch.setattr(on, "start", lambda: None)
+
+    def end() -> None:
+        request.append(Cycle([20], [0.0]), first=True)
+        request.finish("length")
+
+    request._cycles = Interleaved(end)
+    assert [cycle.tokens for cycle in read(request, asynchronous)] == [[20]] == [request.ids]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_two_readers_share_the_cycles(asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An IndexError ended the one that came second, and cancelled the request."""
+    on, taken = engine(), list[Cycle]()
+    request = on.submit(PROMPTS[0], OPTIONS)
+    monkeypatch.setattr(on, "start", lambda: None)
+
+    def other() -> None:
+        taken.extend(request.drain())
+        request.finish("length")
+
+    request._cycles = Interleaved(other, [Cycle([20], [0.0]), Cycle([21], [0.0])])
+    ids = [t for cycle in (*read(request, asynchronous), *taken) for t in cycle.tokens]
+    assert sorted(ids) == [20, 21] and not request.cancelled
 
 
 # ---- the end of a request
