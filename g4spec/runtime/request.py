@@ -267,7 +267,8 @@ class Request:
             raise self.error
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` at every news, from the thread that produced it."""
+        """Call `listener` at every news, from the thread that produced it. It may submit, cancel
+        and close, but not wait for a request of its engine."""
         self._listeners.append(listener)
 
     def drain(self) -> Iterator[Cycle]:

@@ -21,6 +21,7 @@ import gc
 import time
 from bisect import insort
 from collections import deque
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -97,10 +98,14 @@ class Scheduler:
         self.pool.reset()
 
     def close(self) -> None:
-        """End all requests and drop the references to the models."""
+        """End all requests, also if a listener fails, and drop the references to the models."""
         self.cycles.discard()
-        for task in [*self.running, *self.waiting]:
-            self._finish(task, "closed")
+        with ExitStack() as last_first:
+            last_first.callback(self._drop_models)
+            for task in reversed([*self.running, *self.waiting]):
+                last_first.callback(self._finish, task, "closed")
+
+    def _drop_models(self) -> None:
         self.prefix.close()
         gc.unfreeze()
         self.draft = None

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 
 from g4spec.convert.unchanged import file_stamps
 from g4spec.errors import EnvironmentProblem, UsageError
-from g4spec.runtime.engine import Engine, check_request
+from g4spec.runtime.engine import Engine
 from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Request
+from g4spec.runtime.request_checks import check_request
 from g4spec.runtime.target_file import read_tokenizer
 from g4spec.server.channel import Channel
 from g4spec.server.engine_process import EngineInfo, pickle_options, start_process

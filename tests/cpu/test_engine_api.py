@@ -433,6 +433,62 @@ def test_a_listener_can_close_the_engine(tokens: int, own_thread: bool, texts: l
     assert not on.step() and nothing_left(on) and not on.target.model.w
 
 
+def ends(work: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    return not thread.is_alive()
+
+
+def test_a_listener_can_close_an_engine_that_another_thread_closes() -> None:
+    """It waited for the engine's thread, which waited for the lock of the first `close`."""
+    on = engine(2)
+    requests = [on.submit(prompt, Options(400, ignore_eos=True)) for prompt in PROMPTS[:3]]
+    first = requests[0]
+    first.listen(lambda: on.close() if first.done else None)
+    on.start()
+    assert ends(on.close)
+    assert {request.stats.stop_reason for request in requests} == {"closed"}
+
+
+def test_close_ends_all_requests_if_a_listener_fails() -> None:
+    """Readers of the others waited for good, and the weights stayed in memory."""
+    on = engine(2)
+    requests = [on.submit(prompt, OPTIONS) for prompt in PROMPTS[:4]]
+    on.step()
+    requests[0].listen(lambda: list(on.submit(PROMPTS[0])))
+    with pytest.raises(UsageError, match="closed"):
+        on.close()
+    assert {request.stats.stop_reason for request in requests} == {"closed"}
+    assert all(request.done for request in requests)
+    assert nothing_left(on) and not on.target.model.w
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_a_listener_cannot_wait_for_a_request(own_thread: bool, texts: list[str]) -> None:
+    """It waited for the step that waited for it, or ran a step within another one."""
+    on = engine(2)
+    first, second = (on.submit(prompt, OPTIONS) for prompt in PROMPTS[:2])
+    refused = dict[str, str]()
+
+    def wait() -> None:
+        for name, run in (("step", on.step), ("advance", lambda: on.advance(second))):
+            try:
+                run()
+            except UsageError as error:
+                refused[name] = str(error)
+
+    first.listen(wait)
+    if own_thread:
+        on.start()
+    assert ends(lambda: list(first))
+    assert first.text == texts[0] and all("a listener cannot" in why for why in refused.values())
+    assert set(refused) == {"step", "advance"}
+    list(second)
+    on.close()
+    assert second.text == texts[1]
+
+
 def test_a_request_that_has_to_wait_keeps_its_prefix_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is restored or evicted for it while others use the pages that it needs, and its
     tokens are hashed once."""
@@ -973,7 +1029,7 @@ def test_a_request_from_a_listener_of_one_that_failed_runs(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("part", ["target.step", "backend.enter"])
+@pytest.mark.parametrize("part", ["step", "own_settings"])
 def test_no_request_is_left_when_the_thread_ends(
     part: str, threaded: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -991,8 +1047,7 @@ def test_no_request_is_left_when_the_thread_ends(
 
     first = threaded.submit(PROMPTS[0], OPTIONS)
     first.listen(submit_next)
-    holder, name = part.split(".")
-    monkeypatch.setattr(getattr(threaded, holder), name, broken)
+    monkeypatch.setattr(threaded.target if part == "step" else engine_module, part, broken)
     threaded.start()
     assert refused.wait(10) and threaded.stats().idle
     with pytest.raises(RuntimeError, match="luck"):
