@@ -86,6 +86,7 @@ class Engine:
         self.failed: BaseException | None = None
 
     @classmethod
+    @torch.inference_mode(False)  # tensors made in that mode can be changed only in it
     def load(
         cls,
         target: str | Path,

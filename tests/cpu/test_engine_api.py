@@ -851,7 +851,7 @@ def test_options_of_other_types_are_refused(kw: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("made", ["inside", "outside"])
-@pytest.mark.parametrize("setting", ["autocast", "device", "dtype"])
+@pytest.mark.parametrize("setting", ["autocast", "device", "dtype", "inference"])
 def test_settings_of_torch_of_the_caller_change_nothing(
     setting: str, made: str, tmp_path: Path
 ) -> None:
@@ -870,6 +870,7 @@ def test_settings_of_torch_of_the_caller_change_nothing(
         "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         "device": lambda: torch.device("meta"),
         "dtype": changed,
+        "inference": torch.inference_mode,
     }
     path = tokens.target_file(tmp_path / "t.gguf")
     options = Options(8, ignore_eos=True)
@@ -879,6 +880,8 @@ def test_settings_of_torch_of_the_caller_change_nothing(
         on = Engine.load(path, "ngram", n_ctx=64)
     with on, settings[setting]():
         list(got := on.submit([2, 10, 11, 12], options))
+        on.submit([2, 10], options)
+        on.step()
     assert got.ids == want.ids
 
 
