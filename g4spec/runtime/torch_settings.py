@@ -16,7 +16,8 @@ def own_settings(device: torch.device) -> AbstractContextManager[Any]:
         device: the device of the engine.
     """
     mixed = torch.is_autocast_enabled(device.type)
-    elsewhere = torch.empty(0).device.type != "cpu"  # get_default_device takes ten times as long
+    # `get_default_device` takes ten times as long.
+    elsewhere = torch.empty(0, dtype=torch.bool).device.type != "cpu"
     other = device.type == "cuda" and torch.cuda.current_device() != device.index
     if not (mixed or elsewhere or other):
         return nullcontext()

@@ -107,6 +107,22 @@ def test_sizes(file: Path) -> None:
     assert not long, f"bodies of more than 60 lines: {long}"
 
 
+def test_tensors_do_not_take_the_default_type() -> None:
+    """Any thread may change `torch.set_default_dtype` for the whole process, as transformers do
+    while they load a model; kernels refused such tensors."""
+    folders = [PACKAGE / name for name in ("models", "ops", "runtime")]
+    files = [f for f in FILES if any(f.is_relative_to(folder) for folder in folders)]
+    calls = [
+        (f.name, n.lineno, {k.arg for k in n.keywords})
+        for f in files
+        if "selftest" not in f.name
+        for n in ast.walk(ast.parse(f.read_text()))
+        if isinstance(n, ast.Call)
+        and re.fullmatch(r"torch\.(empty|full|ones|zeros)", ast.unparse(n.func))
+    ]
+    assert calls and not [(name, line) for name, line, given in calls if "dtype" not in given]
+
+
 def test_only_render_prints(file: Path) -> None:
     if file == PACKAGE / "cli" / "render.py":
         return

@@ -89,7 +89,7 @@ class CudaKV:
         self.keys, self.key_scales = _plane(rows, key_columns(shape), kind, device)
         self.values, self.value_scales = _plane(rows, shape.head_dim, kind, device)
         # A divisor in device memory: torch divides by a Python number through its reciprocal.
-        self._levels = torch.full((), 127.0, device=device)
+        self._levels = torch.full((), 127.0, dtype=torch.float32, device=device)
 
     @property
     def paged(self) -> bool:

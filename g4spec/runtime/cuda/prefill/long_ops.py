@@ -148,7 +148,7 @@ class LongOps(CudaOps):
             assert partial_sums, "only norm_residual_norm reads scaled rows"
             return self._down(x, weight)
         rows, powers = self._halves(x)
-        out = torch.empty(len(x), weight.shape[0], device=self.device)
+        out = torch.empty(len(x), weight.shape[0], dtype=torch.float32, device=self.device)
         self.products.floats(rows, [weight_of(weight)], out)
         return out.mul_(powers[:, None])
 

@@ -187,8 +187,9 @@ def attend(
     group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
     assert room <= MAX_ROW_CHUNKS, (room, kv.positions)
-    sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
-    tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
+    size = sequences, room, kv.n_kv, tokens * group
+    sums = torch.empty(*size, head_dim, dtype=torch.float32, device=q.device)
+    tops = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
     arch = launch.arch(q.device.index)
     plain = arch not in TENSOR_ARCHS if plain is None else plain
     common = _cache_arguments(kv) | {
@@ -278,7 +279,7 @@ def _combine(
     _, room, n_kv, rows, head_dim = sums.shape
     count, group = len(first), rows // tokens
     width = n_kv * group * head_dim
-    out = torch.empty(count, width, device=sums.device) if values else None
+    out = torch.empty(count, width, dtype=sums.dtype, device=sums.device) if values else None
     packed = empty(count, width, sums.device)
     warps = COMBINE_WARPS if chunks.growing and count <= 4 else 1
     all_blocks = width // ACT_COLUMNS * count

@@ -111,8 +111,9 @@ def attend(
     room = (
         chunks * -(-blocks // token_groups) * token_groups * h.n_kv * WINDOW_GROUP * WINDOW_TOKENS
     )
-    sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, device=q.y.device)
-    tops = torch.empty(sequences, room, 2, device=q.y.device)
+    device, kind = q.y.device, torch.float32
+    sums = torch.empty(sequences, room, WINDOW_HEAD_DIM, dtype=kind, device=device)
+    tops = torch.empty(sequences, room, 2, dtype=kind, device=device)
     total = h.n_kv * blocks * sequences
     turns = max(1, min(chunks, at_once // total))
     few = tokens <= WINDOW_TOKENS and launch.arch(q.y.device.index) in _archs(chunk, few=True)

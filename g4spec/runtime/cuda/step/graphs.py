@@ -28,7 +28,7 @@ class Pool:
         self.handle = torch.cuda.graph_pool_handle()
 
         def fill() -> tuple[torch.Tensor, ...]:
-            return (torch.zeros(1, device=device),)
+            return (torch.zeros(1, dtype=torch.uint8, device=device),)
 
         fill()
         self._first = Capture(fill, self)

@@ -210,7 +210,7 @@ def _iq1_m(f: Fields) -> list[torch.Tensor]:
 
 
 def _nvfp4(f: Fields) -> list[torch.Tensor]:
-    one = torch.ones(len(f("scale")), 1, device=f("scale").device)
+    one = torch.ones(len(f("scale")), 1, dtype=torch.float32, device=f("scale").device)
     return [f("scale"), one, f("q")]
 
 
