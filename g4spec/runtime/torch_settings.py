@@ -10,7 +10,8 @@ import torch
 
 def own_settings(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without the caller's autocast and default device, in which a GPU is the
-    current one, as kernels, graphs and events need.
+    current one, as kernels, graphs and events need, and its default stream. A step may leave a
+    cycle that runs, and another thread, with another current stream, may run the next step.
 
     Args:
         device: the device of the engine.
@@ -19,11 +20,15 @@ def own_settings(device: torch.device) -> AbstractContextManager[Any]:
     # `get_default_device` takes ten times as long.
     elsewhere = torch.empty(0, dtype=torch.bool).device.type != "cpu"
     other = device.type == "cuda" and torch.cuda.current_device() != device.index
-    if not (mixed or elsewhere or other):
+    default = torch.cuda.default_stream(device) if device.type == "cuda" else None
+    aside = default is not None and torch.cuda.current_stream(device) != default
+    if not (mixed or elsewhere or other or aside):
         return nullcontext()
     stack = ExitStack()
     if other:
         stack.enter_context(torch.cuda.device(device))
+    if aside:
+        stack.enter_context(torch.cuda.stream(default))
     stack.enter_context(torch.autocast(device.type, enabled=False))
     stack.enter_context(torch.device("cpu"))
     return stack

@@ -31,6 +31,7 @@ from g4spec.runtime import engine as engine_module
 from g4spec.runtime import prefix, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Progress, Request
+from g4spec.runtime.torch_settings import own_settings
 from tests.support import batch_invariance, memory_engine, tokens
 from tests.support import memory_models as mm
 
@@ -883,6 +884,29 @@ def test_settings_of_torch_of_the_caller_change_nothing(
         on.submit([2, 10], options)
         on.step()
     assert got.ids == want.ids
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_steps_use_the_default_stream_of_their_gpu(
+    current: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads with streams of their own ran steps of one engine, and no step waited for the cycle
+    that the one before it had left on another stream."""
+    entered = list[tuple[str, str]]()
+    for name in ("device", "stream"):
+
+        def enter(on: Any, name: str = name) -> AbstractContextManager[None]:
+            entered.append((name, str(on)))
+            return nullcontext()
+
+        monkeypatch.setattr(torch.cuda, name, enter)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"own of {device}")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    with own_settings(torch.device("cuda:1")):
+        pass
+    wanted = [("stream", "default of cuda:1")]
+    assert entered == ([] if current == 1 else [("device", "cuda:1")]) + wanted
 
 
 @pytest.mark.parametrize("n", [1025, 10**8])

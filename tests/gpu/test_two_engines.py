@@ -94,6 +94,23 @@ def test_two_engines_at_once(files: dict[str, Path], devices: tuple[str, str]) -
         assert all(texts == wanted for texts in found)
 
 
+def test_current_streams_of_the_caller_change_nothing(files: dict[str, Path]) -> None:
+    """Each step runs in another stream, while the cycle of the one before it may still run."""
+    streams = [torch.cuda.Stream("cuda:0") for _ in range(2)]
+    with load(files, "cuda:0") as engine:
+        wanted = [text(r) for r in submit(engine)]
+    with torch.cuda.stream(streams[0]):
+        engine = load(files, "cuda:0")
+    with engine:
+        requests, turn = submit(engine), 0
+        while not all(r.done for r in requests):
+            turn += 1
+            with torch.cuda.stream(streams[turn % 2]):
+                engine.step()
+                assert torch.cuda.current_stream() == streams[turn % 2]
+        assert [text(r) for r in requests] == wanted
+
+
 def test_a_program_that_allocates_meanwhile(files: dict[str, Path]) -> None:
     done = threading.Event()
 
