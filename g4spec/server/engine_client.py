@@ -77,7 +77,7 @@ class EngineClient:
     ) -> None:
         self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers of requests, which cancel, may run inside
         self._pending: dict[int, PendingRequest] = {}
         self._ids = itertools.count()
         self._channel: Channel | None = None  # set while a process is ready
@@ -136,7 +136,8 @@ class EngineClient:
     def cancel(self, request: Request) -> None:
         """Cancel a request in the process, or remove it if no process runs."""
         with self._lock:
-            number = next((n for n, t in self._pending.items() if t.request is request), None)
+            pending = self._pending.copy().items()  # a finalizer may cancel, too
+            number = next((n for n, t in pending if t.request is request), None)
             if number is None:
                 return
             if self._channel is not None:
@@ -158,7 +159,7 @@ class EngineClient:
         while not request.has_news:
             request.updated.clear()
             if not request.has_news:
-                request.updated.wait()
+                request.updated.wait(timeout=1.0)  # another reader may have cleared it
 
     def start(self) -> None:
         """Do nothing: the process runs its own loop."""
@@ -385,16 +386,15 @@ class EngineClient:
         with self._lock:
             self._wake_progress = -inf
             self.failed = failed
-            lost = {n: t for n, t in self._pending.items() if failed or t.ends_with_process}
+            lost = {n: t for n, t in self._pending.copy().items() if failed or t.ends_with_process}
             for number in lost:
-                del self._pending[number]
+                self._pending.pop(number, None)
         for pending in lost.values():
             ended = EngineLost(f"the engine failed: {reason}")
             pending.request.finish("interrupted", ended if pending.begun else failed or ended)
 
     def _finish_all(self, reason: str) -> None:
         with self._lock:
-            requests = [pending.request for pending in self._pending.values()]
-            self._pending.clear()
-        for request in requests:
-            request.finish(reason)
+            left, self._pending = self._pending, {}
+        for pending in left.values():
+            pending.request.finish(reason)

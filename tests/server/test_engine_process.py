@@ -488,3 +488,44 @@ def test_many_readers_at_once(client: EngineClient) -> None:
     for _ in client.submit([2, 9], Options(n_predict=900, ignore_eos=True)):
         break
     until(lambda: client.stats().idle)
+
+
+def test_a_finalizer_may_cancel_a_request(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs it in any thread, also in one that has the client's lock: all
+    requests waited for good."""
+    left, made = client.submit([2, 9], Options(n_predict=900, ignore_eos=True)), list[Request]()
+    assert client._channel is not None
+    send = client._channel.send
+
+    def collect(*message: Any) -> None:
+        monkeypatch.undo()
+        left.cancel()
+        send(*message)
+
+    monkeypatch.setattr(client._channel, "send", collect)
+    thread = threading.Thread(
+        target=lambda: made.append(client.submit([2, 9], Options(2))), daemon=True
+    )
+    thread.start()
+    thread.join(20)
+    assert made and len(list(made[0].tokens())) <= 2
+    list(left)
+    assert left.stats.stop_reason == "cancelled"
+
+
+def test_a_reader_notices_the_end_that_another_one_read(client: EngineClient) -> None:
+    """It waited for good if the other one cleared `updated` before it waited."""
+    request = client.submit([2, 9], Options(n_predict=2, ignore_eos=True))
+
+    class Cleared(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            until(lambda: request.done)
+            assert timeout is not None
+            return False
+
+    request.updated = Cleared()
+    client.advance(request)
+    assert request.has_news
+    list(request)
