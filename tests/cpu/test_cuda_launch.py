@@ -1,5 +1,6 @@
 """Kernel launches without a GPU: the arguments that the driver would receive."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,3 +158,32 @@ def test_resources_that_the_driver_reports(monkeypatch: pytest.MonkeyPatch) -> N
     found = launch._driver_resources(SimpleNamespace(handle=0), 0)
     assert found == nvrtc.Resources(registers=1, spill=0, stack=2, shared=3)
     assert asked == ["NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES"]
+
+
+def test_two_threads_raise_the_limit_of_shared_memory(
+    recorded_launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smaller limit, set last, made launches with more fail for good."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    limits, second = list[int](), threading.Event()
+
+    def set_limit(attribute: Any, value: int, *of: Any) -> tuple[Any]:
+        if value == 60000:
+            other.start()
+            second.wait(0.1)
+        limits.append(value)
+        second.set()
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(driver, "cuKernelSetAttribute", set_limit)
+    monkeypatch.setattr(launch, "own_arch", lambda device=None: "sm_86")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    properties = SimpleNamespace(max_shared_memory_per_block_optin=101376)
+    launch._core().Device = lambda device: SimpleNamespace(properties=properties)
+    handle = SimpleNamespace(arguments_info=[], handle=0)
+    resources = nvrtc.Resources(registers=32, spill=0, stack=0, shared=0)
+    kernel = launch.Kernel(Signature("a.cu: b", ()), 0, handle, resources)
+    other = threading.Thread(target=lambda: kernel(1, 32, shared=80000))
+    kernel(1, 32, shared=60000)
+    other.join()
+    assert limits == [60000, 80000] and len(recorded_launches) == 2

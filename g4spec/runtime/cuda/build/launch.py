@@ -10,6 +10,7 @@ inside `torch.cuda.graph`.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,9 @@ from g4spec.runtime.cuda.build.units import Job, Unit, compile_all
 __all__ = ["Grid", "Kernel", "Strided", "arch", "kernel", "module", "own_arch", "warm"]
 
 Grid = int | tuple[int, ...]
+
+_limits = threading.Lock()
+"""Held while a thread raises a kernel's limit of shared memory."""
 
 
 class Kernel:
@@ -84,8 +88,9 @@ class Kernel:
                 _core().launch(stream, config, self._handle, *values)
 
     def _config(self, grid: Grid, block: Grid, shared: int, pdl: bool) -> Any:
-        if shared > self._shared:
-            self._allow_shared(shared)
+        with _limits:  # engines in two threads may have the same kernel
+            if shared > self._shared:
+                self._allow_shared(shared)
         return _core().LaunchConfig(
             grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=pdl
         )
