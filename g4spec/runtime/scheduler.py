@@ -64,7 +64,7 @@ class Scheduler:
         self.cycles = Cycles(target, draft, backend, pool, length)
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
-        self._prepared = False  # see `_prepare`
+        self._prepared = self._froze = False  # see `_prepare`
 
     def submit(self, task: Task) -> None:
         """Add a request to the queue."""
@@ -107,7 +107,8 @@ class Scheduler:
 
     def _drop_models(self) -> None:
         self.prefix.close()
-        gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()
         self.draft = None
         self.cycles.close()
 
@@ -138,6 +139,7 @@ class Scheduler:
         if not self._prepared and self.backend.padded:
             gc.collect()
             gc.freeze()  # a full collection of what a model consists of takes 0.1 s
+            self._froze = True
         self._prepared = True
 
     def _try_admit(self, task: Task) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -432,6 +433,22 @@ def test_a_listener_can_close_the_engine(tokens: int, own_thread: bool, texts: l
     assert {request.stats.stop_reason for request in requests} == {"closed"}
     assert first.text and texts[0].startswith(first.text) and on.failed is None
     assert not on.step() and nothing_left(on) and not on.target.model.w
+
+
+def test_closing_an_engine_on_the_cpu_leaves_frozen_objects_frozen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It froze none: a program may have, as before a fork."""
+    unfreeze = mock.Mock()
+    monkeypatch.setattr(gc, "freeze", mock.Mock())
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
+    with engine() as on:
+        list(on.submit(PROMPTS[0], OPTIONS))
+    assert not unfreeze.called
+    with engine() as on:
+        on.backend.padded = True
+        list(on.submit(PROMPTS[0], OPTIONS))
+    assert unfreeze.called
 
 
 def ends(work: Callable[[], object]) -> bool:
