@@ -164,7 +164,8 @@ class Engine:
         options = Options() if options is None else options
         ids = check_request(prompt, options, self.config, self.n_ctx)
         requests = list[Request]()
-        with self.step_lock():
+        # A request's token counts are tensors of the engine.
+        with self.step_lock(), torch.inference_mode(False), own_settings(self.target.ops.device):
             if self._closed:
                 raise UsageError("the engine is closed")
             if self.failed is not None:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 PAIRS = [("cuda:0", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=needs_two)]
 PROMPTS = [build.prompt(n, family.VOCAB, n) for n in (3, 2 * family.WINDOW + 5, 40)]
-SAMPLERS = [Sampler(), Sampler(temperature=0.8, seed=3), Sampler()]
+SAMPLERS = [Sampler(), Sampler(temperature=0.8, seed=3), Sampler(repetition_penalty=1.1)]
 TOKENS = 24
 Text = tuple[list[int], list[float]]
 """Tokens and their logits."""
@@ -99,10 +99,11 @@ def test_current_streams_of_the_caller_change_nothing(files: dict[str, Path]) ->
     streams = [torch.cuda.Stream("cuda:0") for _ in range(2)]
     with load(files, "cuda:0") as engine:
         wanted = [text(r) for r in submit(engine)]
-    with torch.cuda.stream(streams[0]):
+    with torch.cuda.stream(streams[0]), torch.inference_mode():
         engine = load(files, "cuda:0")
     with engine:
-        requests, turn = submit(engine), 0
+        with torch.cuda.stream(streams[1]), torch.inference_mode():
+            requests, turn = submit(engine), 0
         while not all(r.done for r in requests):
             turn += 1
             with torch.cuda.stream(streams[turn % 2]):
