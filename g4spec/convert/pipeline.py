@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec import gguf, quant
+from g4spec import gguf, models, quant
 from g4spec.convert import derived, output_checks, provenance, sources, target_info
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
@@ -160,6 +160,7 @@ def quantize(
     unchanged = UnchangedCheck(source)
     with GGUF(source) as file:
         output_checks.refuse_imatrix(file)
+        models.refuse_adapter(source, file)
         output = Output(out, split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 

@@ -223,11 +223,12 @@ def _unknown(where: str, labels: list[str], seen: str) -> InputError:
 def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:
     arch = gguf.get("general.architecture")
     dialect = dialects.recognise(arch, [*gguf, *gguf.tensors])
-    if dialect is not None:
-        return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)
     kind = models.find_kind(arch, gguf.tensors)
-    if kind is None or models.ADAPTER in gguf:
+    if models.ADAPTER in gguf or (kind is None and dialect is None):
         gguf.close()
         models.refuse_adapter(gguf.path, gguf)
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")
+    if dialect is not None:
+        return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)
+    assert kind is not None
     return DetectedSource(kind, gguf, notes)

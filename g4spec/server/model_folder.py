@@ -164,30 +164,33 @@ def find_models(
     target has none.
 
     Args:
-        note: called with a sentence about each file that cannot be read, as while it is being
-            written, and is left out.
+        note: called with a sentence about each file that is left out: a LoRA adapter, or one that
+            cannot be read, as while it is being written.
 
     Raises:
         InputError: the folder does not exist or has no target.
-        G4Error: it has none, and a file that cannot be read.
+        G4Error: it has none, and a file that is left out.
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
     targets: dict[Path, dict[str, int]] = {}
-    drafts, unreadable = [], list[G4Error]()
+    drafts, left_out = [], list[G4Error]()
     for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
         try:
             with GGUF(path) as file:
                 arch = file.kv.get("general.architecture")
+                kind = models.find_kind(arch, file.tensors)
+                if kind is not None:
+                    models.refuse_adapter(path, file.kv)
                 if arch in models.TARGETS:
                     targets[path] = _header(file, str(arch))
-                elif models.find_kind(arch, file.tensors) is not None:
+                elif kind is not None:
                     drafts.append(path)
         except G4Error as error:
-            unreadable.append(error)
-    if unreadable and not targets:
-        raise unreadable[0]
-    for each in unreadable:
+            left_out.append(error)
+    if left_out and not targets:
+        raise left_out[0]
+    for each in left_out:
         note(f"{each}; the file is left out")
     if not targets:
         raise InputError(

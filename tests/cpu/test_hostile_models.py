@@ -303,6 +303,7 @@ def test_lora_adapters_are_named(
         ["generate", "-m", str(adapter), "-p", "x"],
         ["generate", "-m", target, "-md", str(adapter), "-p", "x"],
         ["convert", str(adapter), "-o", str(tmp_path / "x.gguf")],
+        ["quantize", str(adapter), str(tmp_path / "x.gguf"), "--type", "q8_0"],
         ["doctor", "-m", str(adapter), "--assume", "RTX 3090"],
         ["doctor", "-m", target, "-md", str(adapter), "--assume", "RTX 3090"],
         ["inspect", str(adapter)],
@@ -312,6 +313,10 @@ def test_lora_adapters_are_named(
         shown = capsys.readouterr()
         assert "LoRA adapter" in shown.out + shown.err, command
     assert len(validate(adapter).failures) == 1
+    keys["general.architecture"] = string("gemma4_mtp")  # a dialect of assistants
+    write_gguf(adapter, keys, halves)
+    with pytest.raises(Unsupported, match="LoRA adapter"):
+        convert(adapter, tmp_path / "x.gguf", target=home / "target.gguf")
 
 
 @pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from g4spec import convert
-from g4spec.errors import InputError
+from g4spec import convert, models
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import string
+from g4spec.gguf import write as write_gguf
 from g4spec.server import model_folder
 from g4spec.server.model_folder import find_models
 from g4spec.server.remote_request import EngineLost
@@ -66,6 +68,18 @@ def test_sizes_of_broken_headers_are_not_shown(shape: Any, width: Any) -> None:
     tensors = {} if shape is None else {"token_embd.weight": SimpleNamespace(shape=shape)}
     file: Any = SimpleNamespace(kv={"gemma4.embedding_length": width}, tensors=tensors)
     assert model_folder._header(file, "gemma4") == ({"n_vocab": 4096} if shape else {})
+
+
+def test_lora_adapters_are_left_out(folder: Path, tmp_path: Path) -> None:
+    """Their architecture is that of their model, so they were listed as targets."""
+    keys = {"general.architecture": string("gemma4"), models.ADAPTER: string("lora")}
+    write_gguf(tmp_path / "lora.gguf", keys, [])
+    with pytest.raises(Unsupported, match="a LoRA adapter, not a model"):
+        find_models(tmp_path)
+    shutil.copy(folder / "first.gguf", tmp_path)
+    notes: list[str] = []
+    (model,) = find_models(tmp_path, notes.append)
+    assert model.name == "first" and "lora.gguf: a LoRA adapter" in notes[0]
 
 
 def test_split_models_are_served(family: Path, tmp_path: Path, room: ModelLoader) -> None:
