@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic_core import from_json
 from starlette.types import Message, Receive
 
@@ -36,17 +38,39 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def routing_fields(body: bytes) -> tuple[str | None, str | None, bool]:
-    """Return the fields `model` and `previous_response_id` (or None) and `stream` of a body; its
-    handler reports an invalid body."""
+@dataclass(frozen=True, slots=True)
+class RoutingFields:
+    """The fields of a body that select its model.
+
+    Attributes:
+        model, previous: `model` and `previous_response_id`, or None.
+        references: ids of the item references in `input`.
+        streams: `stream` is true.
+    """
+
+    model: str | None = None
+    previous: str | None = None
+    references: tuple[str, ...] = ()
+    streams: bool = False
+
+
+def routing_fields(body: bytes) -> RoutingFields:
+    """Return the fields of a body that select its model; its handler reports an invalid body."""
     try:
         value = from_json(body)
     except ValueError:
-        return None, None, False
+        return RoutingFields()
     if not isinstance(value, dict):
-        return None, None, False
+        return RoutingFields()
     name, previous = (
         found if isinstance(found := value.get(key), str) else None
         for key in ("model", "previous_response_id")
     )
-    return name, previous, value.get("stream") is True
+    items = found if isinstance(found := value.get("input"), list) else []
+    references = (
+        item.get("id")
+        for item in items
+        if isinstance(item, dict) and item.get("type") == "item_reference"
+    )
+    named = tuple(each for each in references if isinstance(each, str))
+    return RoutingFields(name, previous, named, value.get("stream") is True)

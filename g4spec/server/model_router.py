@@ -1,9 +1,9 @@
 """Serve several models on one port.
 
 A request selects a model by `model`, in its body or query. Without it, the model that wrote the
-response of `previous_response_id` answers, else the most recently used one, and only POST loads
-one. Each loaded model has its own application (`app.create_app`), to which requests are forwarded.
-Stored responses belong to no model.
+response of `previous_response_id` or the last item of `item_reference` answers, else the most
+recently used one, and only POST loads one. Each loaded model has its own application
+(`app.create_app`), to which requests are forwarded. Stored responses belong to no model.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class ModelRouter:
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
-                named, previous, streams = bodies.routing_fields(body)
-                name = named or name
-                if name is None and previous is not None and "/responses" in scope["path"]:
-                    name = self._writer(scope, previous)
+                asked = bodies.routing_fields(body)
+                name, streams = asked.model or name, asked.streams
+                if name is None and "/responses" in scope["path"]:
+                    name = self._writer(scope, asked)
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
                 await JsonResponse(answer)(scope, receive, send)
@@ -133,11 +133,13 @@ class ModelRouter:
             return partial(self._conversations.wait, scope, conversation)
         return partial(cancel_on_disconnect, client)
 
-    def _writer(self, scope: Scope, previous: str) -> str:
-        """Return the model that wrote a stored response; raise RequestError (404) for no such
-        response."""
-        record = self.models.responses.get(previous, scope.get("state", {}).get("key"))
-        return str(record.response["model"])
+    def _writer(self, scope: Scope, asked: bodies.RoutingFields) -> str | None:
+        """Return the model that wrote the previous response, else the last of the items that a
+        request refers to, or None; raise RequestError (404) for no such response."""
+        owner = scope.get("state", {}).get("key")
+        if asked.previous is not None:
+            return str(self.models.responses.get(asked.previous, owner).response["model"])
+        return self.models.responses.writer(asked.references, owner)
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""

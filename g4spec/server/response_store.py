@@ -165,6 +165,17 @@ class ResponseStore:
             )
         return [found[i["id"]] if i["type"] == "item_reference" else i for i in items]
 
+    def writer(self, names: Sequence[str], owner: str | None) -> str | None:
+        """Return the model that wrote the last of the items with these ids that a model wrote, or
+        None."""
+        wrote = {
+            item["id"]: str(record.response["model"])
+            for record in (self._records.values() if names else ())
+            if record.owner == owner
+            for item in record.response["output"]
+        }
+        return next((wrote[name] for name in reversed(names) if name in wrote), None)
+
     def _named(self, names: set[str], owner: str | None) -> dict[str, Json]:
         """Return the stored items with these ids, of the most recently used response each.
 

@@ -741,11 +741,20 @@ def test_stored_responses_belong_to_no_model(folder: Path, room: ModelLoader) ->
             assert refused.json()["error"]["code"] == "model_not_found"
         refused = http.get(f"/v1/responses/{name}?models=first")
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "models"
+        wrote = {}
         for more, model in (({"model": "second"}, "second"), ({}, "first")):
             again = {**ask, "max_output_tokens": 4, "previous_response_id": name, **more}
             next_one = http.post("/v1/responses", json=again).json()
             assert next_one["model"] == model, "without a name, that of the response"
             assert len(get(f"{next_one['id']}/input_items")["data"]) >= 2
+            wrote[model] = next_one["output"][-1]["id"]
+        refer = [{"type": "item_reference", "id": wrote[name]} for name in ("first", "second")]
+        referred = {
+            **ask,
+            "max_output_tokens": 4,
+            "input": [*refer, {"role": "user", "content": "y"}],
+        }
+        assert http.post("/v1/responses", json=referred).json()["model"] == "second"
         gone = {**again, "previous_response_id": "resp_gone"}
         refused = http.post("/v1/responses", json=gone)
         assert refused.json()["error"]["code"] == "response_not_found"
@@ -753,7 +762,7 @@ def test_stored_responses_belong_to_no_model(folder: Path, room: ModelLoader) ->
         missing = http.get(f"/v1/responses/{name}")
         assert missing.json()["error"]["code"] == "response_not_found"
         assert http.put(f"/v1/responses/{name}").status_code == 405
-        assert room.opened == ["first", "second", "first"]
+        assert room.opened == ["first", "second", "first", "second"]
 
         name = begin()
         loop = served.server._loop
