@@ -101,7 +101,7 @@ class Prompter:
             add_generation_prompt: end the prompt with the start of the assistant's turn; always
                 true with `continue_final_message`.
             generates: the output will be parsed, so tools and reasoning must use Gemma 4's tokens.
-                False, for instance to count tokens: whatever the template supports is rendered.
+                False, for instance to count tokens: those of any template are rendered.
 
         Raises:
             RequestError: there is no template, it does not support the requested features, or a
@@ -121,10 +121,11 @@ class Prompter:
         thinks = bool(thinking)
         if thinking is not False or tools or calls:
             features = await self.features()
+            known = self.marks is not None or not generates
             if thinking is None:
-                thinks = features.thinking and (self.marks is not None or not generates)
-            if generates:
-                self._check_features(features, thinking=thinks, tools=bool(tools), calls=calls)
+                thinks = features.thinking and known
+            has_calls = calls and generates
+            self._check_features(features, known, thinks, bool(tools), has_calls)
             if features.text_last:
                 plain, call_texts = _extract_call_texts(plain)
             if calls and features.results == "field":
@@ -145,19 +146,20 @@ class Prompter:
             state = "open"
         return Prompt(text.replace(guard, "") if guard else text, ids, state, begun)
 
+    @staticmethod
     def _check_features(
-        self, features: TemplateFeatures, *, thinking: bool, tools: bool, calls: bool
+        features: TemplateFeatures, known: bool, thinking: bool, tools: bool, calls: bool
     ) -> None:
-        """Raise RequestError unless template and vocabulary have the features that a request
-        needs."""
-        if thinking and not (features.thinking and self.marks):
+        """Raise RequestError unless the template has the features that a request needs, and
+        their tokens are known."""
+        if thinking and not (features.thinking and known):
             raise RequestError(
                 400,
                 "the model's chat template has no thinking; do not ask for it (reasoning_effort, "
                 "or thinking)",
                 param="reasoning_effort",
             )
-        if (tools and not (features.tools and self.marks)) or (calls and features.results is None):
+        if (tools and not (features.tools and known)) or (calls and features.results is None):
             raise RequestError(
                 400,
                 "the model's chat template has no tools; leave out tools and tool messages",

@@ -145,6 +145,14 @@ def test_a_prompt_without_a_generation_may_have_tools_of_other_models(
     assert prompt.text == "f[Hi][][two][one][Done][Thanks]"
 
 
+def test_a_prompt_without_a_generation_drops_nothing(tokenizer: Tokenizer) -> None:
+    """What the template would leave out was missing in /apply-template and counts of tokens."""
+    for how, message in (({"tools": [TOOL]}, "no tools"), ({"thinking": True}, "no thinking")):
+        given: dict[str, Any] = {"messages": [USER], **how, "generates": False}
+        with pytest.raises(RequestError, match=message):
+            run(tokenizer, tokenizer.template, lambda p, given=given: p.chat(**given))
+
+
 def test_a_template_that_does_not_end_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
