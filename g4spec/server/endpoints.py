@@ -174,7 +174,9 @@ class Endpoints(StoredResponses):
         if request.method == "DELETE":
             await self._replays.delete(owner(request), replay.id)
             return Response(status_code=204)
-        return EventStream(replay, replay.follow(at), str, self._service.settings)
+        return EventStream(
+            replay, replay.follow(at), lambda refused: event(refused.json()), self._service.settings
+        )
 
     async def _log_when_done(
         self, request: Request, generation: Generation, events: Events, *, recorded: bool
@@ -183,7 +185,7 @@ class Endpoints(StoredResponses):
         the log.
 
         Args:
-            recorded: an unexpected error ends no request, which would be counted.
+            recorded: an unexpected error ends no response, which would count it.
         """
         try:
             async for each in events:

@@ -278,10 +278,11 @@ class WakeMiddleware:
 async def internal_error(request: Request, error: Exception) -> Response:
     """Log an unexpected error and return its response (500)."""
     state = request.scope.setdefault("state", {})
-    again = "failed" in state  # Starlette raises the error again, and handles it again outside
+    # Starlette raises the error again, and handles it again outside.
+    again = state.get("failed") == id(error)
     refused = RequestError(500, INTERNAL) if again else internal(error)
     response = error_response(refused, request.scope)
-    state["failed"] = True
+    state["failed"] = id(error)
     response.headers["connection"] = "close"  # as uvicorn does after an error
     return response
 

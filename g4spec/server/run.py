@@ -226,12 +226,13 @@ class OncePerMinute(logging.Filter):
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Return False for uvicorn's reports of a request that was cancelled (the second signal cancels
-    all) and of a response without an end (`sse` has logged whose client does not read it): they are
-    no errors of the application."""
+    """Return False for uvicorn's reports of an error of the application (`middleware` has logged
+    it), of a request that was cancelled (the second signal cancels all) and of a response without
+    an end (`sse` has logged whose client does not read it): the last two are no errors."""
     error = record.exc_info[1] if record.exc_info else None
+    logged = record.msg == "Exception in ASGI application\n" and isinstance(error, Exception)
     cut = record.msg == "ASGI callable returned without completing response."
-    return not cut and not isinstance(error, asyncio.CancelledError)
+    return not (logged or cut or isinstance(error, asyncio.CancelledError))
 
 
 def listen(address: ServerAddress) -> list[socket.socket]:

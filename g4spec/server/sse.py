@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from g4spec.server.json_response import dumps
-from g4spec.server.request_errors import RequestError
+from g4spec.server.request_errors import RequestError, internal
 from g4spec.server.settings import Settings
 
 log = logging.getLogger("g4spec.server")
@@ -106,7 +106,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
             return
         watch = asyncio.ensure_future(_wait_for_disconnect(receive))
-        work = asyncio.ensure_future(self._stream(send, scope["state"]["id"]))
+        work = asyncio.ensure_future(self._stream(send, scope))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -117,7 +117,7 @@ class EventStream(Response):
             await asyncio.gather(work, watch, return_exceptions=True)
             self._source.close()
 
-    async def _stream(self, send: Send, number: str) -> None:
+    async def _stream(self, send: Send, scope: Scope) -> None:
         async def put(message: Message) -> None:
             # Not asyncio.wait_for: before Python 3.12 it may swallow the cancellation.
             try:
@@ -132,29 +132,35 @@ class EventStream(Response):
         try:
             await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with aclosing(self._events) as events:
-                await self._pump(events, text)
+                error = await self._pump(events, text)
+            if isinstance(error, RequestError):
+                await text(self._failed(error))
+            elif not isinstance(error, StopAsyncIteration):
+                refused = internal(error)
+                scope["app"].state.count_error(refused.status)
+                await text(self._failed(refused))
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except _Unread:
-            log.warning("client does not read its stream", extra={"facts": {"id": number}})
+            log.warning(
+                "client does not read its stream", extra={"facts": {"id": scope["state"]["id"]}}
+            )
 
-    async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
+    async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> BaseException:
+        """Send the events and pings; return the error that ended them, or StopAsyncIteration."""
+        following = asyncio.ensure_future(anext(events))
         try:
-            following = asyncio.ensure_future(anext(events))
-            try:
-                while True:
-                    done, _ = await asyncio.wait({following}, timeout=self._settings.ping)
-                    if not done:
-                        await text(self._ping)
-                        continue
-                    await text(following.result())
-                    following = asyncio.ensure_future(anext(events))
-            finally:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-        except StopAsyncIteration:
-            return
-        except RequestError as refused:
-            await text(self._failed(refused))
+            while True:
+                done, _ = await asyncio.wait({following}, timeout=self._settings.ping)
+                if not done:
+                    await text(self._ping)
+                    continue
+                if (error := following.exception()) is not None:
+                    return error
+                await text(following.result())
+                following = asyncio.ensure_future(anext(events))
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
 
 
 class _Unowned:

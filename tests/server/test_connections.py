@@ -180,17 +180,20 @@ def test_an_error_of_a_stream_is_not_blamed_on_its_client(
 ) -> None:
     """A full disk or a lost process also raise OSError or TimeoutError."""
 
+    sent, counted = list[Any](), list[int]()
+    app = SimpleNamespace(state=SimpleNamespace(count_error=counted.append))
+
     async def events() -> sse.Events:
         yield "data: x\n\n"
         raise OSError("the fault of the server")
 
     async def send(message: Any) -> None:
-        pass
+        sent.append(message.get("body"))
 
     async def receive() -> Any:
         await asyncio.sleep(20)
 
     stream = sse.EventStream(SimpleNamespace(close=lambda: None), events(), str, Settings(""))
-    with pytest.raises(OSError, match="the fault of the server"):
-        asyncio.run(stream({"method": "GET", "state": {"id": "abc"}}, receive, send))
-    assert not caplog.records
+    asyncio.run(stream({"method": "GET", "app": app, "state": {"id": "abc"}}, receive, send))
+    assert b"internal server error" in sent[-2] and sent[-1] == b"" and counted == [500]
+    assert [record.getMessage() for record in caplog.records] == ["internal server error"]
