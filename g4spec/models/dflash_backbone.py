@@ -182,7 +182,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     d2t = tensors.get("d2t")
     require_head(tensors)
     f.require_plain_positions()
-    f.require("attention.value_scale", (None, 0, 1), None)
+    _require_layers(f, gemma=GEMMA_MARK in tensors)
     return Config(
         n_vocab=f.vocabulary(),
         n_embd=f.positive("embedding_length"),
@@ -202,6 +202,19 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
         gemma=GEMMA_MARK in tensors,
         arch=arch,
     )
+
+
+def _require_layers(f: Fields, *, gemma: bool) -> None:
+    """Raise InputError if llama.cpp, by its keys, computes the layers of a file differently."""
+    head_dim = f.positive("attention.key_length")
+    f.require("attention.value_scale", (None, 0, 1), None)
+    f.require("rope.dimension_count", (None, head_dim), None)
+    activations = ("gelu_pytorch_tanh", "gelu") if gemma else ("silu",)  # the first two are one
+    f.require("hidden_activation", (None, *activations), None)
+    scale = 1.0 if gemma else head_dim**-0.5
+    found = f.get(float, "attention.scale", scale)
+    if not math.isclose(found, scale, rel_tol=1e-6) and (found or gemma):  # 0 is the default
+        raise InputError(f"{f.where}: {f.prefix}attention.scale", expected=scale, found=found)
 
 
 def file_notes(file: GGUF) -> list[str]:

@@ -15,7 +15,9 @@ from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, TensorData, ValueType, array, f32, string, u32
 from g4spec.gguf import write as write_gguf
+from g4spec.models import dflash_backbone
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
+from g4spec.models.dflash_backbone import GEMMA_MARK
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine
@@ -95,7 +97,8 @@ def test_head_counts_are_checked_before_the_cache_is_allocated(
 ) -> None:
     """A file of 68 KB claimed heads of 32,768 values, and its cache took 768 MB."""
     arch = GGUF(home / f"{kind}.gguf").kv["general.architecture"]
-    key = {f"{arch}.attention.key_length": u32(32768)}
+    sizes = "attention.key_length", "rope.dimension_count"
+    key = {f"{arch}.{name}": u32(32768) for name in sizes}
     broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", **key)
     monkeypatch.setattr(TorchBackend, "cache", lambda *_: pytest.fail("allocated"))
     with pytest.raises(InputError, match=r"attn_q.weight: shape|key_length"):
@@ -200,11 +203,29 @@ def test_scaled_positions_are_refused(
     assert [f for f in validate(path).failures if says in str(f.finding)]
 
 
-def test_scaled_values_of_a_draft_are_refused(home: Path, tmp_path: Path) -> None:
-    keys = {"dflash.attention.value_scale": f32(0.5)}
-    path = changed(home / "dflash.gguf", tmp_path / "x.gguf", **keys)
-    with pytest.raises(InputError, match="value_scale: expected one of"):
-        Engine.load(home / "target.gguf", path, n_ctx=64)
+@pytest.mark.parametrize(
+    ("key", "value", "gemma"),
+    [
+        ("attention.value_scale", 0.5, False),
+        ("rope.dimension_count", 8, False),
+        ("hidden_activation", "gelu", False),
+        ("hidden_activation", "silu", True),
+        ("attention.scale", 1.0, False),
+        ("attention.scale", 0.25, True),
+        ("attention.scale", 0.0, True),
+    ],
+)
+def test_drafts_that_llama_cpp_computes_differently_are_refused(
+    home: Path, key: str, value: Any, gemma: bool
+) -> None:
+    """Their keys were ignored, at a loss of acceptance."""
+    with GGUF(home / "dflash.gguf") as file:
+        shapes = {**file.shapes(), **({GEMMA_MARK: (32,)} if gemma else {})}
+        usual = {"attention.scale": 1.0 if gemma else 0.25, "rope.dimension_count": 16}
+        kv = {**file.kv, **{f"dflash.{name}": value for name, value in usual.items()}}
+    assert dflash_backbone.parse_gguf(kv, shapes)
+    with pytest.raises(InputError, match=rf"GGUF metadata: dflash\.{key}: expected"):
+        dflash_backbone.parse_gguf({**kv, f"dflash.{key}": value}, shapes)
 
 
 def test_more_experts_per_token_than_a_grid_has_rows(home: Path, tmp_path: Path) -> None:
@@ -367,8 +388,9 @@ def test_sizes_that_no_tensor_has_are_input_errors(
     home: Path, tmp_path: Path, kind: str, key: str
 ) -> None:
     """The memory was checked first, so the exit code was 4."""
+    keys = [key, "dflash.rope.dimension_count"] if key.startswith("dflash") else [key]
     broken = changed(
-        home / f"{kind}.gguf", tmp_path / "b.gguf", **{key.replace(".", "__"): u32(1 << 24)}
+        home / f"{kind}.gguf", tmp_path / "b.gguf", **dict.fromkeys(keys, u32(1 << 24))
     )
     pair = (broken, None) if kind == "target" else (home / "target.gguf", broken)
     with pytest.raises(InputError, match="tensor"):
