@@ -130,6 +130,18 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = 130
-    with suppress(KeyboardInterrupt), _signals.handled():  # a signal before or after the command
-        code = run(sys.argv[1:])
+    try:  # a signal before or after the command
+        with suppress(KeyboardInterrupt), _signals.handled():
+            code = run(sys.argv[1:])
+    finally:
+        _flush_log()
     sys.exit(code)
+
+
+def _flush_log() -> None:
+    """Write what is left for stderr; if its reader has gone, discard it: Python flushes once more
+    at exit, and a failure there would replace the exit code by 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        render.discard(sys.stderr)

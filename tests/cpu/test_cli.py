@@ -366,6 +366,21 @@ def test_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_log_without_a_reader_changes_no_exit_code() -> None:
+    """Python flushed the rest of the log of `serve` at exit, failed, and ended with 120."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = (
+        "import logging; from g4spec import cli; logging.raiseExceptions = False; "
+        "cli.run = lambda argv: logging.error('x') or 0; cli.main()"
+    )
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=BUFFERED, stderr=pipe, check=False
+        )
+    assert done.returncode == 0
+
+
 def test_unprintable_characters_do_not_end_a_run(tmp_path: Path) -> None:
     model = tokens.vocabulary_file(tmp_path / "v.gguf")
     env = {**os.environ, "PYTHONIOENCODING": "ascii"}
