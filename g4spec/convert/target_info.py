@@ -71,8 +71,8 @@ def from_source(found: DetectedSource) -> TargetInfo:
     else:
         generation = dict(source.generation)
         config = found.kind.parse_hf(source.checkpoint)
-        kv = tokenizer.from_folder(source.path, source.config, source.generation)
-        notes = [*notes, *tokenizer.notes(source.path)]
+        kv, more = tokenizer.from_folder(source.path, source.config, source.generation)
+        notes = [*notes, *more]
     weights = None
     if not isinstance(source, GGUF):
         weights = provenance.weights_digest(found.kind, config, source.tensors)

@@ -48,8 +48,11 @@ def from_gguf(gguf: GGUF) -> KV:
     return {key: gguf.value(key) for key in kept}
 
 
-def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> KV:
-    """Return the tokenizer keys made from tokenizer.json and the other files of a checkpoint.
+def from_folder(
+    folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]
+) -> tuple[KV, list[str]]:
+    """Return the tokenizer keys made from tokenizer.json and the other files of a checkpoint, and a
+    note for the user if chat templates are left out: a GGUF file has one without a name.
 
     Args:
         config, generation: parsed config.json and generation_config.json.
@@ -85,23 +88,16 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
     for name in ("eos", "sep"):
         if isinstance(settings.get(f"add_{name}_token"), bool):
             kv[f"tokenizer.ggml.add_{name}_token"] = boolean(settings[f"add_{name}_token"])
-    template, _ = _templates(folder, settings)
+    template, others = _templates(folder, settings)
     if template:
         kv["tokenizer.chat_template"] = string(template)
     if suppressed := generation.get("suppress_tokens"):
         kv[SUPPRESS] = array(ValueType.I32, _ids(suppressed, len(tokens), folder))
     kv[STOP_IDS] = array(ValueType.I32, _stop_ids(config, generation))
-    return kv
-
-
-def notes(folder: Path) -> list[str]:
-    """Return a note for the user if a checkpoint has chat templates that `from_folder` leaves out:
-    a GGUF file has one without a name."""
-    template, others = _templates(folder, _settings(folder))
     if not others:
-        return []
+        return kv, []
     missing = "" if template else "; none is called default, so the file has no chat template"
-    return [f"chat templates that are not written: {', '.join(others)}{missing}"]
+    return kv, [f"chat templates that are not written: {', '.join(others)}{missing}"]
 
 
 def _settings(folder: Path) -> dict[str, Any]:

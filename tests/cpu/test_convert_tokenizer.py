@@ -30,7 +30,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 def kv(folder: Path, config: dict[str, Any] | None = None) -> dict[str, Any]:
     generation = json.loads((folder / "generation_config.json").read_text())
-    got = tokenizer.from_folder(folder, config or {}, generation)
+    got, _ = tokenizer.from_folder(folder, config or {}, generation)
     return {k.removeprefix("tokenizer.ggml."): v.data for k, v in got.items()}
 
 
@@ -163,14 +163,26 @@ def test_newer_files_of_the_template_take_precedence(tmp_path: Path) -> None:
     assert template() == "newest"
 
 
-def test_chat_templates_that_are_not_written_are_noted(tmp_path: Path) -> None:
-    """A model with several, none of which was called default, had no template without a word."""
+def test_chat_templates_that_are_not_written_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with several, none of which was called default, had no template without a word. The
+    file of the templates is read once."""
     folder = tiny.target(tmp_path / "target")
+    read, load = list[Path](), tokenizer.load_json
+
+    def counted(path: Path, *more: Any) -> Any:
+        read.append(path)
+        return load(path, *more)
+
+    monkeypatch.setattr(tokenizer, "load_json", counted)
 
     def converted(*names: str) -> tuple[object, str]:
         templates = [{"name": name, "template": f"of {name}"} for name in names]
         edit(folder / "tokenizer_config.json", chat_template=templates)
+        read.clear()
         made = convert(folder, tmp_path / "x.gguf")
+        assert read.count(folder / "tokenizer_config.json") == 1
         with GGUF(tmp_path / "x.gguf") as file:
             template = file.get("tokenizer.chat_template")
         return template, "; ".join(note for note in made.notes if "template" in note)

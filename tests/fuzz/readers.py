@@ -295,7 +295,7 @@ class Reading:
         for other in ("tokenizer.json", "tokenizer_config.json"):
             text = (self.folder / "target" / other).read_bytes()
             (place / other).write_bytes(data if other == name else text)
-        kv = tokenizer.from_folder(place, {"eos_token_id": [1, 106]}, {})
+        kv, _ = tokenizer.from_folder(place, {"eos_token_id": [1, 106]}, {})
         provenance.pairing_keys(kv, 32, 6)
         from g4spec.gguf import write
 
