@@ -13,6 +13,7 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
+from g4spec.convert.tokenizer import NORMAL, USER_DEFINED
 from g4spec.gguf import GGUF, ValueType
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import ERROR
@@ -141,6 +142,27 @@ def test_a_conversion_by_llama_cpp_is_faithful_too(family: Path, tmp_path: Path)
     file.set("tokenizer.chat_templates", ValueType.ARRAY, ["tool_use"], ValueType.STRING)
     report = _validate(family, "target", file.write(tmp_path / "x.gguf"))
     assert not report.failures and not report.skipped
+
+
+def test_differences_of_a_tokenizer_by_llama_cpp_are_those_of_a_run(
+    family: Path, tmp_path: Path
+) -> None:
+    """Of its token types, those of stop tokens are corrected when they are read; nothing reads
+    `cls_token_id`."""
+    file = faults.read(_by_llama_cpp(family / "target.gguf", tmp_path / "x.gguf"))
+    tokens, kinds = (file.kv[f"tokenizer.ggml.{name}"].data for name in ("tokens", "token_type"))
+    kinds = [*kinds]
+    kinds[tokens.index("<eos>")] = NORMAL
+    file.set("tokenizer.ggml.token_type", ValueType.ARRAY, kinds, ValueType.I32)
+    file.set("tokenizer.ggml.cls_token_id", ValueType.U32, 1)
+    report = _validate(family, "target", file.write(tmp_path / "x.gguf"))
+    assert report.ok
+    kinds[kinds.index(USER_DEFINED)] = NORMAL
+    file.set("tokenizer.ggml.token_type", ValueType.ARRAY, kinds, ValueType.I32)
+    file.set("tokenizer.ggml.suppress_tokens", ValueType.ARRAY, [7], ValueType.I32)
+    report = _validate(family, "target", file.write(tmp_path / "x.gguf"))
+    fixes = [str(f.finding.fix) for f in report.failures if f.rule.id == "G4-CMP-009"]
+    assert len(fixes) == 2 and "tokenized differently" in fixes[0] and "never chosen" in fixes[1]
 
 
 LACKING = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from g4spec import models
 from g4spec.convert import expected_metadata, provenance
-from g4spec.convert.tokenizer import STOP_IDS
+from g4spec.convert.tokenizer import CONTROL, NORMAL, STOP_IDS, SUPPRESS
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import Value
 from g4spec.models.pairing import TOKENS
@@ -28,6 +29,12 @@ from g4spec.validate.subject import Subject
 SOURCE, OWN = Needs.SOURCE, Needs.OWN_SOURCE
 SHOWN = 16  # longest array that is shown whole
 RECONVERT = "convert again from this source"
+TYPES, CLS = "tokenizer.ggml.token_type", "tokenizer.ggml.cls_token_id"
+EFFECTS = {
+    TYPES: "; a text that has the token is tokenized differently",
+    SUPPRESS: "; other tokens are never chosen",
+}
+"""What differs in a run of a file with another value of a key of its tokenizer."""
 
 
 @rule("G4-CMP-001", ERROR, "the source must be the file's own", needs=SOURCE)
@@ -126,16 +133,17 @@ def described(s: Subject) -> Findings:
     wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
     optional = expected_metadata.OPTIONAL_KEYS
     for key, value in wanted.items():
-        if not ours and _of_the_target(s, key):
+        if not ours and _is_unread(s, key):
             continue
         if key in s.keys:
-            yield from _difference(key, value, s.open_file.value(key))
+            found = s.open_file.value(key)
+            yield from _difference(key, value, found if ours else _as_read(s, key, found))
         elif key not in optional and (ours or not _dispensable(s, key, value)):
-            yield Finding(key, _shown(value.data), "nothing", RECONVERT)
+            yield Finding(key, _shown(value.data), "nothing", _fix(key))
     for key in s.keys:
         extra = key not in wanted and s.conversion.covers(key, arch)
-        if extra and (ours or not _of_the_target(s, key)):
-            yield Finding(key, "no such key", _shown(s.open_file.value(key).data), RECONVERT)
+        if extra and (ours or not _is_unread(s, key)):
+            yield Finding(key, "no such key", _shown(s.open_file.value(key).data), _fix(key))
     if "general.file_type" not in s.keys and (number := _file_type(s)) is not None:
         yield Finding("general.file_type", number, "nothing", RECONVERT)
 
@@ -177,11 +185,22 @@ def _is_default(s: Subject, key: str, value: Value) -> bool:
     return False
 
 
-def _of_the_target(s: Subject, key: str) -> bool:
-    """Return True for a draft's tokenizer settings, from which nothing is computed. Rules of the
-    family PAIR compare them with the target's."""
+def _is_unread(s: Subject, key: str) -> bool:
+    """Return True for a key from which nothing is computed: of a draft, its tokenizer's settings,
+    which rules of the family PAIR compare with the target's."""
     own = key in (TOKENS, MASK) or not key.startswith("tokenizer.ggml.")
-    return s.arch not in models.TARGETS and not own
+    return key == CLS or (s.arch not in models.TARGETS and not own)
+
+
+def _as_read(s: Subject, key: str, found: Value) -> Value:
+    """Return a value as it is read: tokens that end a text by their name are control tokens."""
+    if key != TYPES:
+        return found
+    types = [*found.data]
+    for i in end_ids(s.strings("tokenizer.ggml.tokens") or ()):
+        if i < len(types) and types[i] == NORMAL:
+            types[i] = CONTROL
+    return replace(found, data=types)
 
 
 def _file_type(s: Subject) -> int | None:
@@ -201,16 +220,20 @@ def _difference(key: str, wanted: Value, found: Value) -> Findings:
     a, b = _plain(wanted.data), _plain(found.data)
     if isinstance(a, str) or isinstance(b, str):
         if a is not b and str(a) != str(b):
-            yield Finding(key, _shown(wanted.data), _shown(found.data), RECONVERT)
+            yield Finding(key, _shown(wanted.data), _shown(found.data), _fix(key))
     elif a.ndim and b.ndim and a.shape != b.shape:
-        yield Finding(key, f"{a.size} entries", f"{b.size}", RECONVERT)
+        yield Finding(key, f"{a.size} entries", f"{b.size}", _fix(key))
     elif not (same := a == b).all():
         at = int(np.argmin(same))
         if not same.ndim or same.size <= SHOWN:
-            yield Finding(key, _shown(wanted.data), _shown(found.data), RECONVERT)
+            yield Finding(key, _shown(wanted.data), _shown(found.data), _fix(key))
         else:
             x, y = np.broadcast_to(a, same.shape)[at], np.broadcast_to(b, same.shape)[at]
-            yield Finding(f"{key}[{at}]", f"{x!r:.40}", f"{y!r:.40}", RECONVERT)
+            yield Finding(f"{key}[{at}]", f"{x!r:.40}", f"{y!r:.40}", _fix(key))
+
+
+def _fix(key: str) -> str:
+    return RECONVERT + EFFECTS.get(key, "")
 
 
 def _plain(data: Any) -> Any:
