@@ -15,6 +15,9 @@ from g4spec.server.service import Service
 MAX_CHARACTERS = 4 << 20
 """Maximum length of a text for /tokenize: the library needs 120 bytes per character."""
 
+MAX_PARTS = 1 << 16
+"""Maximum number of texts and tokens that make up a text for /tokenize."""
+
 MAX_TOKENS = 1 << 20
 """Maximum number of tokens for /detokenize."""
 
@@ -22,7 +25,7 @@ MAX_TOKENS = 1 << 20
 class TokenizeBody(Body):
     """A body of /tokenize."""
 
-    content: str = Field(max_length=MAX_CHARACTERS)
+    content: str | list[str | int]
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
@@ -45,7 +48,7 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
             "parse_special: only true is supported; leave it out",
             param="parse_special",
         )
-    ids = service.tokenizer.encode(body.content, bos=body.add_special)
+    ids = _ids(service, body)
     if not body.with_pieces:
         return {"tokens": ids}
     out = []
@@ -56,6 +59,32 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
         except UnicodeDecodeError:
             out.append({"id": i, "piece": list(piece)})
     return {"tokens": out}
+
+
+def _ids(service: Service, body: TokenizeBody) -> list[int]:
+    """Return the tokens of a text, or of a list of texts and tokens, of which only the first may
+    get BOS."""
+    parts = [body.content] if isinstance(body.content, str) else body.content
+    for n, most, what in (
+        (len(parts), MAX_PARTS, "parts"),
+        (
+            sum(len(part) if isinstance(part, str) else 1 for part in parts),
+            MAX_CHARACTERS,
+            "characters",
+        ),
+    ):
+        if n > most:
+            raise RequestError(
+                400, f"content: expected at most {most} {what}, found {n}", param="content"
+            )
+    ids = list[int]()
+    for i, part in enumerate(parts):
+        if isinstance(part, str):
+            ids += service.tokenizer.encode(part, bos=body.add_special and i == 0)
+        else:
+            service.tokenizer.piece(part)  # refuses what is no token
+            ids.append(part)
+    return ids
 
 
 async def chat_tokens(service: Service, body: ChatRequest) -> dict[str, Any]:

@@ -140,6 +140,7 @@ def test_texts_and_tokens_have_a_maximum_length(busy: Served) -> None:
     """The tokenizer needs more than a hundred bytes per character."""
     for path, body, limit in (
         ("/tokenize", {"content": "a" * (1 + (4 << 20))}, "content: expected at most 4194304 char"),
+        ("/tokenize", {"content": ["a" * (4 << 20), 5]}, "content: expected at most 4194304 char"),
         (
             "/detokenize",
             {"tokens": [5] * (1 + (1 << 20))},
@@ -163,6 +164,14 @@ def test_texts_and_tokens(busy: Served) -> None:
     ids = busy.post("/tokenize", content=text, add_special=True)["tokens"]
     assert ids[0] == 2 and 105 in ids
     assert busy.post("/detokenize", tokens=ids[1:], model="tiny")["content"] == text
+    parts = busy.post("/tokenize", content=["Hé <|turn>", 107, "user"], add_special=True)["tokens"]
+    whole = [busy.post("/tokenize", content=each)["tokens"] for each in ("Hé <|turn>", "user")]
+    assert parts == [2, *whole[0], 107, *whole[1]]
+    assert busy.post("/tokenize", content=[107, "user"], add_special=True)["tokens"][0] == 107
+    assert "outside the vocabulary" in busy.refused("/tokenize", {"content": [99999]})["message"]
+    assert "65536 parts" in busy.refused("/tokenize", {"content": [5] * 65_537})["message"]
+    refused = busy.refused("/completion", {"prompt": "x", "n_predict": 0})
+    assert refused["message"].endswith("found 0; 1 also fills the prefix cache")
     other = {"content": "x", "model": "other"}
     assert busy.refused("/tokenize", other, 404)["code"] == "model_not_found"
     other = {"messages": [{"role": "user", "content": "x"}], "model": "other"}
