@@ -265,7 +265,7 @@ class Endpoints(StoredResponses):
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JsonResponse({"object": "list", "data": [server_info.model(self._service)]})
+        return JsonResponse(server_info.models(self._service))
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
@@ -294,7 +294,8 @@ class Endpoints(StoredResponses):
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
         self._check_model(request)
-        return JsonResponse(server_info.props(self._service))
+        disabled = request.scope["state"].get("disabled", ())
+        return JsonResponse(server_info.props(self._service, disabled))
 
     @described(fail_on_no_slot="answer 503 if no slot is free", model=MODEL)
     async def slots(self, request: Request) -> Response:

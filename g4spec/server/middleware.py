@@ -251,6 +251,7 @@ class DisabledPathsMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
+        scope.setdefault("state", {})["disabled"] = self._paths  # for /props
         option = self._paths.get(scope["path"]) if scope["type"] == "http" else None
         if option is None:
             await self._app(scope, receive, send)

@@ -125,11 +125,12 @@ class Model:
             "other_drafts": [path.name for path in self.drafts if path != draft],
             "status": {"value": status, **details},
             "architecture": server_info.ARCHITECTURE,
-            "meta": self.header,
+            "meta": {"vocab_type": server_info.VOCAB_TYPE, **self.header},
         }
         if self.service is not None:
             engine = self.service.engine
             out["meta"] = {
+                "vocab_type": server_info.VOCAB_TYPE,
                 "n_ctx": engine.n_ctx,
                 "n_ctx_train": engine.config.n_ctx,
                 "n_vocab": engine.config.n_vocab,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ class ModelRouter:
                 name, streams = asked.model or name, asked.streams
                 if name is None and "/responses" in scope["path"]:
                     name = self._writer(scope, asked)
-            answer = await self._answer(scope["method"], scope["path"], name)
+            answer = await self._answer(scope, name)
             if answer is not None:
                 await JsonResponse(answer)(scope, receive, send)
                 return
@@ -141,8 +141,11 @@ class ModelRouter:
             return str(self.models.responses.get(asked.previous, owner).response["model"])
         return self.models.responses.writer(asked.references, owner)
 
-    async def _answer(self, method: str, path: str, name: str | None) -> Any:
+    async def _answer(self, scope: Scope, name: str | None) -> Any:
         """Return the response of a router endpoint, or None if a model must answer."""
+        method, path = scope["method"], scope["path"]
+        if path == "/props" and name is None and method in ("GET", "HEAD"):
+            return self._props(scope["state"].get("disabled", ()))
         route = next((each for each in ROUTER_ROUTES if path == each.path), None)
         if method in ("GET", "HEAD"):
             return self._answer_get(path, name)
@@ -163,19 +166,17 @@ class ModelRouter:
             model = self._named(name) if name is not None else self.models.current()
             if model is None or not model.is_ready:
                 return {"status": "ok"}
-        if path == "/props" and name is None:
-            return self._props()
         if path == "/openapi.json":
             return document([*routes(Endpoints), *ROUTER_ROUTES])
         return None
 
-    def _props(self) -> dict[str, Any]:
+    def _props(self, disabled: Container[str]) -> dict[str, Any]:
         """Return the response of /props: of the router, and of the most recently used model."""
         current = self.models.current()
         service = current.service if current is not None else None
         return {
             "build_info": SYSTEM_FINGERPRINT,
-            **(server_info.props(service) if service is not None else {}),
+            **(server_info.props(service, disabled) if service is not None else {}),
             "role": "router",
             "max_instances": self.models.max_loaded,
             "models_autoload": self._autoload,

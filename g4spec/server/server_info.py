@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ from g4spec.server.service import Service
 
 ARCHITECTURE = {"input_modalities": ["text"], "output_modalities": ["text"]}
 """The `architecture` of models in llama.cpp's list of several."""
+
+
+VOCAB_TYPE = 2
+"""Kind of Gemma 4's tokenizer in llama.cpp (llama.h, `enum llama_vocab_type`): BPE."""
+
+
+def models(service: Service) -> dict[str, Any]:
+    """Return the response of /v1/models; `models` is llama.cpp's, for clients of Ollama."""
+    name = service.settings.model
+    entry = {"name": name, "model": name, "type": "model", "capabilities": ["completion"]}
+    return {"models": [entry], "object": "list", "data": [model(service)]}
 
 
 def model(service: Service) -> dict[str, Any]:
@@ -23,6 +35,7 @@ def model(service: Service) -> dict[str, Any]:
         "tags": list(service.settings.tags),
         "aliases": [service.settings.model, *service.settings.aliases],
         "meta": {
+            "vocab_type": VOCAB_TYPE,
             "n_ctx": service.engine.n_ctx,
             "n_ctx_train": config.n_ctx,
             "n_vocab": config.n_vocab,
@@ -31,8 +44,8 @@ def model(service: Service) -> dict[str, Any]:
     }
 
 
-def props(service: Service) -> dict[str, Any]:
-    """Return the response of /props."""
+def props(service: Service, disabled: Container[str] = ()) -> dict[str, Any]:
+    """Return the response of /props; `disabled`: paths that the server does not answer."""
     tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
     return {
         "default_generation_settings": {
@@ -50,6 +63,9 @@ def props(service: Service) -> dict[str, Any]:
         "model_alias": service.settings.model,
         "model_path": Path(tokenizer.source).name,  # not the path on this machine
         "modalities": {"vision": False, "video": False, "audio": False},
+        "endpoint_slots": "/slots" not in disabled,
+        "endpoint_props": False,  # POST /props
+        "endpoint_metrics": "/metrics" not in disabled,
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),

@@ -279,6 +279,11 @@ def test_the_server_describes_itself(busy: Served) -> None:
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
     assert props["model_path"] == "target.gguf", "a file's name, without its folders"
     assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
+    for name, enabled in (("slots", True), ("metrics", True), ("props", False)):
+        assert props[f"endpoint_{name}"] is enabled
+    listed = busy.http.get("/v1/models").json()
+    assert listed["data"][0]["meta"]["vocab_type"] == 2
+    assert listed["models"][0]["capabilities"] == ["completion"]
     while not busy.idle():  # requests of an earlier test may take two steps to end
         time.sleep(0.01)
     assert [s["is_processing"] for s in busy.http.get("/slots").json()] == [False] * 3

@@ -555,6 +555,7 @@ def test_every_error_is_counted_once(
         assert served.http.get("/v1/models").status_code == 401
         for path, status in (("/v1/live", 429), ("/slots", 501), ("/none", 404)):
             assert served.http.get(path, headers=key).status_code == status
+        assert served.http.get("/props", headers=key).json()["endpoint_slots"] is False
         for content, status in ((b"{", 400), (b" " * 2000, 413), (b'{"content": "x"}', 500)):
             answer = served.http.post("/tokenize", content=content, headers=key)
             assert answer.status_code == status
