@@ -69,7 +69,6 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
     pynvml.nvmlInit()
     config = steps.SyntheticConfig(contexts=tuple(contexts))
     backend: Any = devices.select("cuda", "q8_0")
-    backend.enter()
     n_ctx = max(contexts) + config.room
     target = synthetic.make_target(model, config.type, backend, n_ctx)
     drafter = synthetic.make_draft(model, config.draft_type, target)

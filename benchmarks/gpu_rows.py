@@ -65,7 +65,6 @@ def main() -> None:
     args = parser.parse_args()
     compile_first(args.rows)
     backend: Any = devices.select("cuda", "q8_0")
-    backend.enter()
     n_ctx, texts = args.context + 2 * PAGE, max(args.rows)
     target = synthetic.make_target(
         args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE), args.tensor_type

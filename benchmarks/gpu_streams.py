@@ -74,7 +74,6 @@ class Streams:
 
     def __init__(self, model: str, texts: int, n_ctx: int, drafted: bool) -> None:
         backend: Any = devices.select("cuda", "q8_0")
-        backend.enter()
         pool = texts * (n_ctx + PAGE)
         self.target = synthetic.make_target(model, "q4_k_m", backend, n_ctx, texts, pool)
         draft: Any = synthetic.make_draft(model, "q8_0", self.target) if drafted else None

@@ -30,7 +30,6 @@ def main() -> None:
     args = parser.parse_args()
     config = steps.SyntheticConfig(contexts=(args.context,))
     backend: Any = devices.select("cuda", "q8_0")
-    backend.enter()
     n_ctx = args.context + config.room
     target = synthetic.make_target(args.model, config.type, backend, n_ctx)
     drafter = synthetic.make_draft(args.model, config.draft_type, target)
