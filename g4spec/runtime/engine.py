@@ -164,8 +164,7 @@ class Engine:
         options = Options() if options is None else options
         ids = check_request(prompt, options, self.config, self.n_ctx)
         requests = list[Request]()
-        # A request's token counts are tensors of the engine.
-        with self.step_lock(), torch.inference_mode(False), own_settings(self.target.ops.device):
+        with self.step_lock():
             if self._closed:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
@@ -196,7 +195,8 @@ class Engine:
     def _enqueue(self, prompt: Sequence[int], options: Options) -> Request:
         request = Request(prompt, options, self, self.tokenizer, self.notes)
         drafting = self.draft is not None and options.draft_max != 0
-        chooser = RequestChooser(options, prompt, self.config.n_vocab, self.backend)
+        with torch.inference_mode(False), own_settings(self.target.ops.device):  # of its tensors
+            chooser = RequestChooser(options, prompt, self.config.n_vocab, self.backend)
         # In a context too short to measure costs, drafts cannot gain much either.
         short = self.n_ctx < MAX_STEP_ROWS + 2
         requested = (

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -427,7 +428,7 @@ def test_a_panic_of_a_library_gets_a_response() -> None:
     raised = []
 
     class Service:
-        draining, settings = False, Settings("m")
+        draining, settings, metrics = False, Settings("m"), mock.Mock()
 
         @property
         def is_healthy(self) -> bool:
