@@ -196,7 +196,7 @@ def test_a_local_path_wins_with_a_note(served: Hub) -> None:
 
 
 def test_a_draft_is_the_draft_file_of_its_repository(family: Path, served: Hub) -> None:
-    """Of a model and a draft with the type, the model was taken."""
+    """Take the draft of a model and a draft with the type; it was the model."""
     target, draft = ((family / f"{n}.gguf").read_bytes() for n in ("target", "draft"))
     served.repos["org/pair"] = {
         "gemma-Q8_0.gguf": target,

@@ -62,7 +62,7 @@ def test_a_file_is_read_as_it_was_written_and_by_gguf_py(tmp_path: Path, source:
 
 
 def test_fused_projections_have_one_entry() -> None:
-    """As llama-imatrix writes them for a file that holds them in one tensor."""
+    """Read what llama-imatrix writes for a file that holds them in one tensor."""
     entry = Entry(np.array([[3, 1]], np.float32), np.array([2]))
     made = Imatrix({"blk.0.attn_qkv.weight": entry}, 1, 512)
     for name in "qkv":

@@ -1,4 +1,4 @@
-"""What counts as a change of a file between two looks at it."""
+"""Changes of a file between two looks at it that count."""
 
 from __future__ import annotations
 

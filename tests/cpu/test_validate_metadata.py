@@ -147,8 +147,8 @@ def test_a_conversion_by_llama_cpp_is_faithful_too(family: Path, tmp_path: Path)
 def test_differences_of_a_tokenizer_by_llama_cpp_are_those_of_a_run(
     family: Path, tmp_path: Path
 ) -> None:
-    """Of its token types, those of stop tokens are corrected when they are read; nothing reads
-    `cls_token_id`."""
+    """Accept other token types of stop tokens, which are corrected when they are read, and
+    `cls_token_id`, which nothing reads."""
     file = faults.read(_by_llama_cpp(family / "target.gguf", tmp_path / "x.gguf"))
     tokens, kinds = (file.kv[f"tokenizer.ggml.{name}"].data for name in ("tokens", "token_type"))
     kinds = [*kinds]

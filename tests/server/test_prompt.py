@@ -146,7 +146,7 @@ def test_a_prompt_without_a_generation_may_have_tools_of_other_models(
 
 
 def test_a_prompt_without_a_generation_drops_nothing(tokenizer: Tokenizer) -> None:
-    """What the template would leave out was missing in /apply-template and counts of tokens."""
+    """Refuse what /apply-template and counts of tokens left out."""
     for how, message in (({"tools": [TOOL]}, "no tools"), ({"thinking": True}, "no thinking")):
         given: dict[str, Any] = {"messages": [USER], **how, "generates": False}
         with pytest.raises(RequestError, match=message):

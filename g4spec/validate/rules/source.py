@@ -34,7 +34,7 @@ EFFECTS = {
     TYPES: "; a text that has the token is tokenized differently",
     SUPPRESS: "; other tokens are never chosen",
 }
-"""What differs in a run of a file with another value of a key of its tokenizer."""
+"""Differences in a run of a file with another value of a key of its tokenizer."""
 
 
 @rule("G4-CMP-001", ERROR, "the source must be the file's own", needs=SOURCE)
