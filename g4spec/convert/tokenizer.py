@@ -15,6 +15,7 @@ import numpy as np
 from g4spec.convert.safetensors import load_json
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, KV, ValueType, array, boolean, regular_files, string, u32
+from g4spec.models.spec import CONTROL, NORMAL
 
 STOP_IDS = "g4spec.stop_ids"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
@@ -32,7 +33,7 @@ VISIBLE = {
     '<|"|>',
 }
 """Control tokens that must be rendered as text, so that chat parsers see them."""
-NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+USER_DEFINED, BYTE = 4, 6
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 

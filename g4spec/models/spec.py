@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 from g4spec.errors import InputError
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 GEMMA_STOP_IDS = frozenset({1, 106, 50})
 """`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
+
+NORMAL, CONTROL = 1, 3
+"""Token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 END_TOKENS = ("eos", "eot", "eom")
 """Tokens that end a text wherever a tokenizer names them (`tokenizer.ggml.eos_token_id`)."""
@@ -63,6 +67,8 @@ END_TEXTS = frozenset(
 )
 """Tokens that end a text wherever a vocabulary has them: llama.cpp finds them by their text
 (`src/llama-vocab.cpp`). Gemma's has the first three; fine-tuned models rename unused tokens."""
+
+T = TypeVar("T")
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 """Role of a tensor, which decides its type: `matrix`, `embed` and `output` are quantized, `vector`
@@ -225,6 +231,16 @@ class Checkpoint:
 def end_ids(tokens: Iterable[str]) -> list[int]:
     """Return the ids of a vocabulary's tokens that end a text by what they are called."""
     return [i for i, text in enumerate(tokens) if text in END_TEXTS]
+
+
+def with_end_types(types: T, ends: Iterable[int]) -> T:
+    """Return a copy of the types of a vocabulary's tokens, a list or array, as they are read:
+    normal ones of `end_ids` are control tokens, as in llama.cpp."""
+    out: Any = copy(types)
+    for i in ends:
+        if i < len(out) and out[i] == NORMAL:
+            out[i] = CONTROL
+    return cast(T, out)
 
 
 def stop_ids(*sources: Iterable[int]) -> frozenset[int]:

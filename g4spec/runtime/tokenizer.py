@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.header import NUMBERS
 from g4spec.gguf.values import ValueType
-from g4spec.models.spec import END_TOKENS, end_ids, stop_ids
+from g4spec.models.spec import CONTROL, END_TOKENS, end_ids, stop_ids, with_end_types
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.bpe_encoder import MERGES, SPACE, make_encoder, panic_as_error, share_model
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
 
-NORMAL, CONTROL, UNKNOWN, USER_DEFINED, BYTE = 1, 3, 2, 4, 6
-"""Token types of GGUF (llama.h, `enum llama_token_type`)."""
+UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6
+"""Further token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
@@ -299,8 +299,7 @@ def _read(file: GGUF) -> Tokenizer:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")
     own, suppress = (_ids(kv, key, len(tokens), source) for key in ("g4spec.stop_ids", SUPPRESS))
     ends = end_ids(tokens)
-    types = np.array(types)
-    types[[i for i in ends if types[i] == NORMAL]] = CONTROL  # as in llama.cpp
+    types = with_end_types(types, ends)
     stops = [*own, *ends, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from g4spec import models
 from g4spec.convert import expected_metadata, provenance
-from g4spec.convert.tokenizer import CONTROL, NORMAL, STOP_IDS, SUPPRESS
+from g4spec.convert.tokenizer import STOP_IDS, SUPPRESS
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import Value
 from g4spec.models.pairing import TOKENS
-from g4spec.models.spec import END_TOKENS, end_ids, stop_ids
+from g4spec.models.spec import END_TOKENS, end_ids, stop_ids, with_end_types
 from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
@@ -196,11 +196,8 @@ def _as_read(s: Subject, key: str, found: Value) -> Value:
     """Return a value as it is read: tokens that end a text by their name are control tokens."""
     if key != TYPES:
         return found
-    types = [*found.data]
-    for i in end_ids(s.strings("tokenizer.ggml.tokens") or ()):
-        if i < len(types) and types[i] == NORMAL:
-            types[i] = CONTROL
-    return replace(found, data=types)
+    ends = end_ids(s.strings("tokenizer.ggml.tokens") or ())
+    return replace(found, data=with_end_types(found.data, ends))
 
 
 def _file_type(s: Subject) -> int | None:
