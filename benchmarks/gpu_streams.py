@@ -1,12 +1,13 @@
 """Measure tokens per second of many requests in one engine, with the published shapes on a GPU.
 
-    python benchmarks/gpu_streams.py [--model 31b] [plain] [long] [draft] [gap]
+    python benchmarks/gpu_streams.py [--model 31b] [plain] [long] [draft] [tail] [gap]
 
 Weights are random, Q4_K_M; engine, scheduler and draft length policy are those of every command.
 
 plain: 1, 16, 32 and 64 requests without a draft. long: 16 requests of 4,096 tokens. draft: 1, 2, 4,
 8 and 16 requests with a DFlash draft of which `--accepted` tokens of each proposal are accepted,
-then none, with a fixed length of 15, with `auto`, and without drafting. gap: the longest time
+then none, with a fixed length of 15, with `auto`, and without drafting. tail: 64 requests with the
+same draft, and the one that is left when the others have ended. gap: the longest time
 between two tokens of 4 streams while a prompt of 32,768 tokens is read. Writes
 `results/<date>-gpu-streams.json` after each part. Fails if a request ends while tokens are counted.
 """
@@ -113,17 +114,35 @@ class Streams:
         while self.engine.step():
             pass
 
+    def count(self, requests: list[Request], seconds: float) -> float:
+        """Measure tokens per second over running requests."""
+        before, began = sum(len(r.ids) for r in requests), time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            self.step(requests)
+        rate = (sum(len(r.ids) for r in requests) - before) / (time.perf_counter() - began)
+        assert not any(r.done for r in requests), "a request ended: the context is too short"
+        return rate
+
     def rate(self, texts: int, tokens: int, drafted: Drafted = 0) -> float:
         """Measure tokens per second over all requests, the second time they run."""
         for seconds in (WARM, DRAFT_SECONDS if self.engine.draft else SECONDS):
             requests = self.running(texts, tokens, drafted)
-            before, began = sum(len(r.ids) for r in requests), time.perf_counter()
-            while time.perf_counter() - began < seconds:
-                self.step(requests)
-            rate = (sum(len(r.ids) for r in requests) - before) / (time.perf_counter() - began)
-            assert not any(r.done for r in requests), "a request ended: the context is too short"
+            rate = self.count(requests, seconds)
             self.stop(requests)
         return rate
+
+    def rest(self, texts: int, tokens: int, drafted: Drafted) -> tuple[float, float]:
+        """Measure tokens per second over all requests and, after all others have been cancelled, of
+        one, the second time they run."""
+        for seconds in (WARM, DRAFT_SECONDS):
+            requests = self.running(texts, tokens, drafted)
+            before = self.count(requests, seconds)
+            for request in requests[1:]:
+                request.cancel()
+            self.count(requests[:1], 0.5)  # learns what is accepted
+            after = self.count(requests[:1], SECONDS)
+            self.stop(requests[:1])
+        return before, after
 
     def gap(self, texts: int) -> dict[str, float]:
         """Measure the time between tokens of streams while a long prompt is read."""
@@ -177,6 +196,20 @@ def draft(model: str, accepted: int, found: dict[str, Any]) -> None:
     streams.close()
 
 
+def tail(model: str, accepted: int, found: dict[str, Any]) -> None:
+    """Measure 64 short requests, and one that is left of them, with and without drafting."""
+    streams = Streams(model, 64, PLAIN_CTX, True)
+    for held in (accepted, 0):
+        streams.accept(held)
+        drafts: tuple[Drafted, ...] = (0, "auto") if held else ("auto",)
+        for drafted in drafts:
+            rates = streams.rest(64, SHORT, drafted)
+            for texts, rate in zip(("64", "1 of 64"), rates, strict=True):
+                name = f"tail {drafted}, {held} hold, {texts}"
+                found[name] = tell(name, rate)
+    streams.close()
+
+
 def gap(model: str, found: dict[str, Any]) -> None:
     """Streams beside a long prompt."""
     streams = Streams(model, 5, PROMPT + 2048, False)
@@ -203,8 +236,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for part in args.parts:
         print(part, flush=True)
-        if part == "draft":
-            draft(args.model, args.accepted, found)
+        if part in ("draft", "tail"):
+            (draft if part == "draft" else tail)(args.model, args.accepted, found)
         else:
             {"plain": plain, "long": long, "gap": gap}[part](args.model, found)
         watch.write_result(

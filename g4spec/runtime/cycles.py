@@ -6,10 +6,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from g4spec.backend import Backend
-from g4spec.core import MAX_STEP_ROWS, Cycle, Draft, Runner, Work
+from g4spec.core import MAX_STEP_ROWS, Cycle, Draft, Runner, Sequence, Work
 from g4spec.runtime.draft_decision import DraftDecision
+from g4spec.runtime.draft_history import PolicyState
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.target import Target
@@ -49,6 +51,8 @@ class Cycles:
         self.target, self.draft, self.pool, self.length = target, draft, pool, length
         self.runners = backend.runners(target, draft)
         self._started: deque[StartedCycle] = deque()
+        # Seconds a row of past updates of the draft; the first may have compiled kernels.
+        self._row_seconds = deque[float](maxlen=4)
         self._ended = self._left = 0.0  # when the newest result was fetched, and distributed
         self.n_steps = self.n_step_texts = 0
 
@@ -94,7 +98,9 @@ class Cycles:
         Args:
             began: `time.perf_counter()` when its step began.
         """
-        self._start(tasks, self._plan(tasks), began)
+        counts = self._plan(tasks)
+        began += self._keep_up(tasks, counts)
+        self._start(tasks, counts, began)
 
     def start_ahead(self, tasks: list[Task], began: float) -> None:
         """Start the cycle after the oldest one, if the runner can and it is certain to have the
@@ -105,15 +111,46 @@ class Cycles:
 
     def _plan(self, running: list[Task]) -> list[int]:
         """Return the number of tokens to draft for each request."""
-        counts = self.length.plan(
+        return self.length.plan(
             [t.draft_state for t in running],
             [self._max_draft(t) for t in running],
             self._context_bytes(running, [0] * len(running)),
         )
-        for task, count in zip(running, counts, strict=True):
-            if not count and self.target.pending.overrun(task.seq, len(counts) + sum(counts)):
+
+    def _keep_up(self, running: list[Task], counts: list[int]) -> float:
+        """Update the drafts that lag too far behind, or stop drafting for their requests: a draft
+        cannot be used once rows were lost. Return the seconds that it took.
+
+        Drafts that pay if a request runs alone are worth some time in a batch in which they do not:
+        the longest request is alone in the end.
+        """
+        rows = len(counts) + sum(counts)
+        idle = [t for t, n in zip(running, counts, strict=True) if not n and t.seq.pending]
+        if not any(self.target.pending.overrun(t.seq, rows) for t in idle):
+            return 0.0
+        useful = [t.seq for t in idle if self._would_pay(t)]
+        took = self._catch_up(useful, [t.draft_state for t in running]) if useful else 0.0
+        for task in idle:
+            if self.target.pending.overrun(task.seq, rows):
                 task.stop_drafting("for many tokens no proposal was worth its time")
-        return counts
+        return took
+
+    def _catch_up(self, sequences: list[Sequence], waiting: list[PolicyState]) -> float:
+        """Update the draft with all pending rows of these sequences if the requests that wait for
+        it can afford that. Return the seconds that it took."""
+        assert self.draft is not None
+        rows = sum(len(s.pending) for s in sequences)
+        expected = rows * min(islice(self._row_seconds, 1, None), default=0.0)
+        if not self.length.spend(waiting, expected):
+            return 0.0
+        took = self.target.pending.catch_up(self.draft, sequences)
+        self._row_seconds.append(took / rows)
+        return took
+
+    def _would_pay(self, task: Task) -> bool:
+        """Return True if drafts of a request are expected to pay once it runs alone."""
+        context = self._context_bytes([task], [0])
+        return self.length.pays_alone(task.draft_state, self._max_draft(task), context)
 
     def _context_bytes(self, tasks: list[Task], ahead: list[int]) -> float:
         """Return the bytes of KV cache of the requests, each with `ahead` more tokens."""

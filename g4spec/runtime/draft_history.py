@@ -3,6 +3,8 @@ acceptance of each draft position, and the credit of time that drafting may lose
 
 from __future__ import annotations
 
+from typing import Literal
+
 from g4spec.core import MAX_DRAFT
 
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0
@@ -62,3 +64,26 @@ class TimeCredit:
         """Subtract a part of the newest gain."""
         self._uncapped -= seconds
         self.balance = min(self._uncapped, cap)
+
+
+class PolicyState:
+    """State of the policy for one request. Created by `DraftLengthPolicy.new_state`.
+
+    Attributes:
+        requested: fixed number of drafted tokens per step, or "auto".
+        acceptance, credit: of this request; initialized from the engine's when it is first
+            planned (`started`).
+        since_draft: number of steps since the last one that drafted.
+    """
+
+    def __init__(self, requested: int | Literal["auto"], memory: int) -> None:
+        self.requested = requested
+        self.acceptance = Acceptance(memory)
+        self.credit = TimeCredit()
+        self.since_draft = 0
+        self.started = False
+
+    @property
+    def auto(self) -> bool:
+        """True if the policy chooses the length."""
+        return self.requested == "auto"

@@ -9,13 +9,14 @@ with `auto` are planned around them.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from g4spec.runtime.cycle_costs import CycleCosts
 from g4spec.runtime.draft_decision import DraftDecision
-from g4spec.runtime.draft_history import Acceptance, TimeCredit
+from g4spec.runtime.draft_history import Acceptance, PolicyState, TimeCredit
 
 MARGIN = 0.02
 """Maximum slowdown caused by `auto`, as a fraction of the time without it."""
@@ -35,44 +36,6 @@ with something else, which would have slowed down plain decoding too."""
 
 PROBE = 192
 """Number of steps without a draft after which a draft that had no acceptance is tried again."""
-
-
-class PolicyState:
-    """State of the policy for one request. Created by `DraftLengthPolicy.new_state`.
-
-    Attributes:
-        requested: fixed number of drafted tokens per step, or "auto".
-        acceptance, credit: of this request; initialized from the engine's when it is first
-            planned.
-        since_draft: number of steps since the last one that drafted.
-    """
-
-    def __init__(self, policy: DraftLengthPolicy, requested: int | Literal["auto"]) -> None:
-        self.requested = requested
-        self.acceptance = Acceptance(policy.memory)
-        self.credit = TimeCredit()
-        self.since_draft = 0
-        self._policy = policy
-        self._started = False
-
-    @property
-    def auto(self) -> bool:
-        """True if the policy chooses the length."""
-        return self.requested == "auto"
-
-    def start(self) -> None:
-        """Initialize acceptance and credit from those of the engine, once."""
-        if not self._started:
-            self._started = True
-            self.acceptance.copy_from(self._policy.acceptance)
-            self.credit.balance = self._policy.credit.balance
-            self.since_draft = self._policy.since_draft
-
-    def discard(self, tokens: int) -> None:
-        """Record that the last `tokens` of the newest observed cycle are after the end of the text,
-        so that they gained nothing."""
-        if tokens and self.auto:
-            self._policy.deduct(self, tokens)
 
 
 class DraftLengthPolicy:
@@ -126,7 +89,7 @@ class DraftLengthPolicy:
 
     def new_state(self, requested: int | Literal["auto"]) -> PolicyState:
         """Create the state of a new request that drafts a fixed number of tokens, or "auto"."""
-        return PolicyState(self, requested)
+        return PolicyState(requested, self.memory)
 
     def plan(
         self, states: Sequence[PolicyState], max_counts: Sequence[int], context: float = 0.0
@@ -138,7 +101,7 @@ class DraftLengthPolicy:
             context: bytes of KV cache that all requests have together.
         """
         for state in states:
-            state.start()
+            self._start(state)
         self._contexts.clear()
         self._set_context(context)
         counts = self._choose(states, max_counts, 0.0)
@@ -168,6 +131,30 @@ class DraftLengthPolicy:
         if self._choose(states, max_counts, lost) != list(counts):
             return False
         self._commit(states, counts, context)
+        return True
+
+    def pays_alone(self, state: PolicyState, max_count: int, context: float) -> bool:
+        """Return True if drafts of a request with "auto" are expected to pay once it runs alone.
+
+        Args:
+            context: bytes of its KV cache.
+        """
+        if self.costs is None or not (state.auto and max_count):
+            return False
+        of_batch = self.costs.context
+        self._set_context(context)
+        counts, _ = BatchPlanner(self.costs, [state], [max_count], [0]).best(math.inf)
+        self._set_context(of_batch)
+        return any(counts)
+
+    def spend(self, states: Sequence[PolicyState], seconds: float) -> bool:
+        """Deduct from the credit that drafts take so long between two cycles of these requests.
+        Return False, and deduct nothing, if it is not affordable."""
+        credits = [self.credit, *(t.credit for t in states)]
+        if min(c.balance for c in credits) < seconds:
+            return False
+        for credit in credits:
+            credit.balance -= seconds
         return True
 
     def decisions(
@@ -231,11 +218,21 @@ class DraftLengthPolicy:
         self.credit.add((1 + MARGIN) * mean * step - seconds, CREDIT * base)
         self._newest = base, len(steps)
 
-    def deduct(self, state: PolicyState, tokens: int) -> None:
-        """Subtract the value of `tokens` of the newest observed cycle from the credit."""
-        base, n_requests = self._newest
-        state.credit.deduct((1 + MARGIN) * tokens * base, CREDIT * base)
-        self.credit.deduct((1 + MARGIN) * tokens * base / n_requests, CREDIT * base)
+    def discard(self, state: PolicyState, tokens: int) -> None:
+        """Record that the last `tokens` of the newest observed cycle are after the end of the text,
+        so that they gained nothing."""
+        if tokens and state.auto:
+            base, n_requests = self._newest
+            state.credit.deduct((1 + MARGIN) * tokens * base, CREDIT * base)
+            self.credit.deduct((1 + MARGIN) * tokens * base / n_requests, CREDIT * base)
+
+    def _start(self, state: PolicyState) -> None:
+        """Initialize acceptance and credit of a request from those of the engine, once."""
+        if not state.started:
+            state.started = True
+            state.acceptance.copy_from(self.acceptance)
+            state.credit.balance = self.credit.balance
+            state.since_draft = self.since_draft
 
     def _set_context(self, context: float) -> None:
         if self.costs is not None:

@@ -1,10 +1,12 @@
 """Rows that the target has computed but the draft has not been given yet.
 
-Steps without drafting do not update the draft; it catches up before its next proposal.
+Steps without drafting do not update the draft; it catches up before its next proposal, or before
+rows are overwritten (`Cycles`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
     from g4spec.ops.reference import Ops
 
 MAX_LAG = 1024
-"""Number of rows of a sequence that its draft may lag behind. Beyond that, catching up would cost
-more than the draft can gain."""
+"""Number of rows of a sequence that its draft may lag behind."""
 
 MAX_BYTES = 512 << 20
 """Maximum memory of the rows of all sequences, in float32, unless those of one step need more."""
@@ -74,6 +75,13 @@ class PendingRows:
         while behind := [s for s in sequences if s.pending]:
             rows = self._take(behind, most)
             draft.commit(rows, self._ops.ids([n - 1 for n in rows.batch.sizes]))
+
+    def catch_up(self, draft: Draft, sequences: Seq[Sequence]) -> float:
+        """Do the same, and return the seconds that it took."""
+        began = time.perf_counter()
+        self.flush(draft, sequences)
+        self._rows[0][0, 0].item()  # wait for the device
+        return time.perf_counter() - began
 
     def _take(self, sequences: Seq[Sequence], most: int) -> StepRows:
         """Remove and return the first `most` pending rows of each sequence."""

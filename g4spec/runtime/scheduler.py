@@ -313,7 +313,7 @@ class Scheduler:
         if cycle.draft_failed:
             cycle.draft_failed = task.stop_drafting(cycle.draft_failed)
         chosen = len(cycle.tokens)
-        task.draft_state.discard(chosen - task.request.append(cycle))
+        self.cycles.length.discard(task.draft_state, chosen - task.request.append(cycle))
         self._finish_if_done(task)
         if cycle.error is not None and not task.request.done:
             self._finish(task, "error", cycle.error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from g4spec.core import Chooser, Sequence
-from g4spec.runtime.draft_length import PolicyState
+from g4spec.runtime.draft_history import PolicyState
 from g4spec.runtime.request import Request
 
 

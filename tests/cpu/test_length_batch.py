@@ -21,7 +21,8 @@ from g4spec.core import MAX_DRAFT, Work
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
 from g4spec.runtime.cycle_timing import CycleMeter, padded_costs
-from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy, PolicyState
+from g4spec.runtime.draft_history import PolicyState
+from g4spec.runtime.draft_length import CREDIT, PROBE, DraftLengthPolicy
 from g4spec.runtime.request import Options
 from tests.support import memory_drafts, memory_engine
 from tests.support.memory_engine import DRAFTS
@@ -180,7 +181,7 @@ class Simulation:
         steps = 0
         for text, count, held in zip(texts, counts, accepted, strict=True):
             needed = min(held + 1, text.left)
-            text.state.discard(held + 1 - needed)
+            self.lengths.discard(text.state, held + 1 - needed)
             text.left, text.drafted = text.left - needed, text.drafted + count
             self.tokens += needed
             worth = needed if text.state.auto else 1
@@ -679,3 +680,27 @@ def test_each_length_has_its_reason() -> None:
     counts = lengths.plan(both, [MAX_DRAFT] * 2)
     given_reasons = lengths.decisions(1, both, counts, [MAX_DRAFT] * 2)
     assert [(s.why, s.length > 0) for s in given_reasons] == [("pays", True), ("others", False)]
+
+
+def test_time_between_cycles_is_paid_from_the_credit_of_all() -> None:
+    lengths = DraftLengthPolicy()
+    first, second = lengths.new_state("auto"), lengths.new_state("auto")
+    lengths.credit.balance, first.credit.balance, second.credit.balance = 3.0, 2.0, 1.0
+    assert not lengths.spend([first, second], 1.5)
+    assert lengths.spend([first, second], 1.0) and lengths.spend([first], 1.0)
+    left = [c.balance for c in (lengths.credit, first.credit, second.credit)]
+    assert left == [1.0, 0.0, 0.0]
+
+
+def test_a_draft_may_pay_only_when_a_request_runs_alone() -> None:
+    """Its own context counts, not that of the batch, which is left as it is."""
+    lengths = DraftLengthPolicy()
+    lengths.set_costs({(1, 0): 1.0, (1, 6): 3.0, (8, 0): 1.0, (8, 6): 30.0}, per_byte=1.0)
+    state = lengths.new_state("auto")
+    lengths.plan([state] * 2, [0, 0], 100.0)
+    assert lengths.pays_alone(state, 6, context=20.0)
+    assert not lengths.pays_alone(state, 6, context=0.0)
+    assert not lengths.pays_alone(state, 0, context=20.0)
+    assert not lengths.pays_alone(lengths.new_state(3), 6, context=20.0)
+    assert lengths.costs is not None and lengths.costs.context == 100.0
+    assert not DraftLengthPolicy().pays_alone(state, 6, context=20.0)

@@ -59,7 +59,7 @@ class Policy:
         self.lengths.observe([self.state], [count], [accepted], seconds)
 
     def discard(self, tokens: int) -> None:
-        self.state.discard(tokens)
+        self.lengths.discard(self.state, tokens)
 
 
 class Auto(Policy):
