@@ -144,8 +144,10 @@ class CycleMeter:
             runner.start(work)
             runner.result()
             began = time.perf_counter()
-        proposal = runner.result()[0].draft_seconds
-        step = time.perf_counter() - began - proposal
+        cycle = runner.result()[0]
+        proposal, waited = cycle.draft_seconds, time.perf_counter() - began
+        # As in `Cycles.finish`: if the host is late, the cycle has run before this wait.
+        step = max(waited - proposal, cycle.step_seconds)
         for s, _ in sequences:
             s.pending = []
         return proposal, step

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.core import MAX_DRAFT, Work
+from g4spec.core import MAX_DRAFT, Cycle, Work
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
 from g4spec.runtime.cycle_timing import CycleMeter, padded_costs
@@ -570,6 +570,25 @@ def test_measured_steps_have_all_rows_of_their_length(
     monkeypatch.setattr(runner, "start", watched)
     CycleMeter(engine.target, engine.draft, engine.pool, [runner]).costs()
     assert len(rows) == 3 and all(count == drafted for count, drafted in rows), rows
+
+
+def test_a_cycle_that_ran_before_it_was_waited_for_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host that is late sees the end of a cycle at once, and its time only in the result."""
+    engine = memory_engine.engine(DRAFTS["dflash"], parallel=2)
+    (runner,) = engine.scheduler.cycles.runners
+    result = runner.result
+
+    def late() -> list[Cycle]:
+        cycles = result()
+        for cycle in cycles:
+            cycle.draft_seconds, cycle.step_seconds = 2000.0, 3000.0
+        return cycles
+
+    monkeypatch.setattr(runner, "result", late)
+    costs, _ = CycleMeter(engine.target, engine.draft, engine.pool, [runner]).costs()
+    assert set(costs.values()) == {5000.0}
 
 
 def test_costs_are_measured_while_the_prefix_cache_holds_most_pages() -> None:
