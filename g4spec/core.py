@@ -201,7 +201,7 @@ class Draft(Protocol):
         taps: target layers whose inputs it reads.
         max_tokens: maximum number of tokens of a proposal.
         rows: number of rows per sequence that `propose` is given.
-        one_pass: whether a proposal costs the same for any number of tokens.
+        one_pass: whether a proposal of one sequence costs the same for any number of tokens.
         commit_rows: maximum number of rows per sequence of a `commit` after several steps.
         recordable: whether the kernels that it launches depend on shapes only, not on values, so
             that a backend may record them as a CUDA graph.

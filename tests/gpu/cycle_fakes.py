@@ -122,14 +122,22 @@ class Chain:
 
 class Block(Chain):
     """As `Chain`, but proposes all tokens at once; each row follows the most likely token of the
-    row before."""
+    row before.
+
+    Attributes:
+        asked: (sequences, tokens) of each proposal.
+    """
 
     name = "block"
     max_tokens, rows = 7, 20
     one_pass = True
 
+    def __init__(self, n_slots: int, device: str) -> None:
+        super().__init__(n_slots, device)
+        self.asked: list[tuple[int, int]] = []
+
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
-        assert count == self.max_tokens
+        self.asked.append((len(batch.sizes), count))
         rows, seen, out = batch.columns(0, 1), self.seen[batch.columns(0, 1).slots], []
         for j in range(count):
             out.append(self._logits(rows, seen, j))

@@ -15,7 +15,8 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
-from tests.gpu.cycle_fakes import KINDS, VOCAB, Chain, FakeTarget
+from g4spec.runtime.cycle_costs import bucket
+from tests.gpu.cycle_fakes import KINDS, VOCAB, Block, Chain, FakeTarget
 from tests.gpu.device import DEVICE, EMULATED
 from tests.support.selection import sample
 
@@ -176,6 +177,17 @@ def test_batched_sequences_equal_single_ones(kind: str, n: int, ahead: bool) -> 
         assert not texts[i].sequence.pending
         accepted += sum(c.accepted for c in wanted)
     assert n * len(turns) // 3 < accepted < sum(map(sum, turns))
+
+
+@pytest.mark.parametrize(("n", "most", "asked"), [(1, 2, 7), (3, 1, 1), (3, 2, 3), (3, 7, 7)])
+def test_positions_of_a_batch_without_a_row_have_no_logits(n: int, most: int, asked: int) -> None:
+    """A single sequence has one graph for all draft lengths: its logits cost the same."""
+    runner, target, draft = make_runner("block")
+    texts = [Text(i, MIXED[i], i) for i in range(n)]
+    for text in texts:
+        text.begin(target, draft)
+    run_cycles(runner, texts, [[most] + [1] * (n - 1)] * 2)
+    assert isinstance(draft, Block) and set(draft.asked) == {(bucket(n), asked)}
 
 
 @pytest.mark.parametrize("n", [1, 3])

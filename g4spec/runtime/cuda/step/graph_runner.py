@@ -250,9 +250,9 @@ class GraphRunner:
             )
         self._choice.set(*samplers)
 
-    def _shape(self, part: str, sequences: int, most: int, drafts: int = 0) -> GraphKey:
+    def _shape(self, part: str, sequences: int, most: int) -> GraphKey:
         rows = next(size for size in STEPS if size > most)
-        return GraphKey(part, bucket(sequences), rows, drafts, self._choice.modes)
+        return GraphKey(part, bucket(sequences), rows, 0, self._choice.modes)
 
     def _propose(self, work: Seq[Work], most: int) -> GraphKey:
         """Give the draft its pending rows, and start a proposal; return its shape."""
@@ -261,9 +261,11 @@ class GraphRunner:
         assert not any(s.kept for s in self._waiting), "a running cycle keeps rows"
         if pending := [w.sequence for w in work if w.sequence.pending]:
             self._target.pending.flush(draft, pending)
-        drafts = min(draft.max_tokens, MAX_DRAFT) if draft.one_pass else most
         # With one sequence, step and proposal share memory, whatever their rows.
-        shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT, drafts)
+        shape = self._shape("proposal", len(work), most if len(work) > 1 else MAX_DRAFT)
+        # Logits of those positions alone for which the step has rows.
+        drafts = min(draft.max_tokens, shape.rows - 1) if draft.one_pass else most
+        shape = replace(shape, drafts=drafts)
         self._recorded(shape, self._proposal).replay()
         return shape
 
