@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from g4spec import convert
 from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime import pending_rows
 from g4spec.runtime.batches import concat_steps
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.pending_rows import PendingRows
 from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import GPU, needs_gpu
 from tests.oracle import build
+from tests.support.auto_drafts import proposals
 from tests.support.one_sequence import single_sequence
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -196,6 +200,38 @@ def test_proposals_equal_the_references(tmp_path: Path, kind: str) -> None:
     ]
     same = sum(a == b for a, b in pairs)
     assert len(pairs) > 20 and same > 0.9 * len(pairs), (same, len(pairs))
+
+
+@pytest.mark.parametrize("kind", family.DRAFTS)
+def test_a_draft_keeps_up_in_a_batch(
+    folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are used only for the request that is left of 20."""
+    monkeypatch.setattr(pending_rows, "MAX_LAG", 20)
+    caught_up, catch_up = list[int](), PendingRows.catch_up
+
+    def counted(self: PendingRows, draft: Any, sequences: list[Any]) -> float:
+        caught_up.append(len(sequences))
+        return catch_up(self, draft, sequences)
+
+    monkeypatch.setattr(PendingRows, "catch_up", counted)
+    path, draft, n = folder / "dense.gguf", folder / f"{kind}-dense.gguf", len(PROMPT)
+    engine = load(path, draft, parallel=20, pool=20 * family.CTX)
+    for name, says in {
+        "plan": lambda states, most, _: [min(7, m) * (len(states) == 1) for m in most],
+        "pays_alone": lambda *_: True,
+        "spend": lambda *_: True,
+    }.items():
+        monkeypatch.setattr(engine.lengths, name, says)
+    asked = Options(60, draft_max=7, ignore_eos=True)
+    rest = [engine.submit(PROMPT[i:], replace(asked, n_predict=40)) for i in range(1, 20)]
+    left = engine.submit(PROMPT, asked)
+    always = load(path, draft).generate(PROMPT, asked)
+    drafted, wanted = proposals(n, left), proposals(n, always)
+    assert left.ids == always.ids and not any(r.notes for r in (left, *rest))
+    assert max(caught_up) > 10
+    compared = drafted.keys() & wanted.keys()
+    assert compared and all(drafted[at][:7] == wanted[at][: len(drafted[at])] for at in compared)
 
 
 def test_the_end_of_the_context(folder: Path) -> None:

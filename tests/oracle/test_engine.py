@@ -8,7 +8,7 @@ Every acceptance count then occurs, including its effect on the draft's own cach
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.core import MAX_STEP_ROWS, Batch, Cycle, Draft, Pick, Sequence
+from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Pick, Sequence
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime import pending_rows
@@ -25,6 +25,7 @@ from g4spec.runtime.pending_rows import PendingRows
 from g4spec.runtime.request import Options, Request
 from tests.oracle import build
 from tests.support import tiny
+from tests.support.auto_drafts import proposals, set_costs
 from tests.support.selection import sample
 
 pytestmark = pytest.mark.oracle
@@ -210,36 +211,17 @@ def plan_lengths(engine: Engine, count: Callable[[int], int]) -> None:
     engine.lengths.plan = lambda texts, most, _: [count(m) for m in most]  # type: ignore[method-assign]
 
 
-def expect_costs(engine: Engine) -> None:
-    """Make every cycle seem to take the time that the policy expects."""
-    lengths, observe = engine.lengths, engine.lengths.observe
-
-    def observed(states: Any, counts: list[int], accepted: list[int], seconds: float) -> None:
-        assert lengths.costs is not None
-        observe(states, counts, accepted, lengths.costs(counts))
-
-    lengths.observe = observed  # type: ignore[method-assign,assignment]
-
-
-def proposals(cycles: Iterable[Cycle]) -> dict[int, list[int]]:
-    """Return the drafted tokens by position."""
-    position, out = len(PROMPT), {}
-    for cycle in list(cycles)[1:]:
-        if cycle.drafted:
-            out[position] = cycle.drafted
-        position += len(cycle.tokens)
-    return out
-
-
 @pytest.mark.parametrize("kind", ["zlab", "speculators", "assistant"])
 def test_late_catch_up_does_not_change_proposals(family: Path, kind: str) -> None:
     """Cycles without a draft in between (as in `auto`) do not change later proposals."""
     every, some = load(family, kind), load(family, kind)
-    want = proposals(every.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True)))
+    want = proposals(
+        len(PROMPT), every.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
+    )
     turns = iter(range(10**6))
     plan_lengths(some, lambda most: 0 if next(turns) % 9 else min(6, most))
     run = some.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
-    drafted = proposals(run)
+    drafted = proposals(len(PROMPT), run)
     compared = [at for at in drafted if at in want]
     assert all(drafted[at] == want[at][: len(drafted[at])] for at in compared)
     assert run.ids == undrafted(family).ids and len(compared) >= 3
@@ -273,11 +255,10 @@ def test_a_draft_that_will_pay_keeps_up(
     always = load(family, "zlab").generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
     engine = load(family, "zlab", parallel=2)
     alone = 1.1 if pays else 9.0
-    engine.lengths.set_costs({(1, 0): 1.0, (1, 6): alone, (2, 0): 1.0, (2, 6): 9.0})
-    expect_costs(engine)
+    set_costs(engine, {(1, 0): 1.0, (1, 6): alone, (2, 0): 1.0, (2, 6): 9.0})
     long, short = (engine.submit(PROMPT, Options(n, ignore_eos=True)) for n in (NEW, NEW // 2))
-    assert not proposals(short)
-    drafted, wanted = proposals(long), proposals(always)
+    assert not proposals(len(PROMPT), short)
+    drafted, wanted = (proposals(len(PROMPT), text) for text in (long, always))
     assert long.ids == always.ids and short.ids == long.ids[: NEW // 2]
     assert all(ids[:6] == wanted[at][: len(ids)] for at, ids in drafted.items())
     assert bool(drafted) == pays
