@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from g4spec.convert import quant_methods
 from g4spec.convert.experts import stacked
 from g4spec.convert.integer_codes import IntegerCodes, float_tensor
 from g4spec.convert.tensors import StoredTensor
@@ -32,15 +33,6 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.quant import Format, Unrepresentable
 from g4spec.quant.format import Bytes, Floats
 
-METHODS = ("compressed-tensors", "gptq", "auto-round", "auto_round", "fp8", "fbgemm_fp8")
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "naive-quantized",
-    "float-quantized",
-    "dense",
-    "mixed-precision",
-)
 SAMPLE = 16
 """Number of rows on which the error of a type is measured."""
 
@@ -55,31 +47,13 @@ def unpack(
 
     Raises Unsupported for an unknown quantization method.
     """
-    text = config.get("text_config")
-    inner = text.get("quantization_config") if isinstance(text, dict) else None
-    settings = config.get("quantization_config") or inner
-    out = dict(tensors)
-    if isinstance(settings, dict):
-        _check_method(settings)
+    settings, out = quant_methods.settings(config), dict(tensors)
+    if settings is not None:
         for name in tensors:
             for ending, make in READERS.items():
                 if name.endswith(ending):
                     make(name.removesuffix(ending), out, settings)
     return stacked(out)
-
-
-def _check_method(settings: Mapping[str, Any]) -> None:
-    method, form = settings.get("quant_method"), settings.get("format")
-    packing = str(settings.get("packing_format", "auto_gptq"))
-    if method not in METHODS or (method == "compressed-tensors" and form not in FORMATS):
-        raise Unsupported(
-            "config.json: quantization_config",
-            found=f"{method} {form or ''}",
-            expected=f"one of {', '.join(METHODS)}",
-            fix="convert from the checkpoint that was not quantized",
-        )
-    if not packing.endswith("gptq"):
-        raise Unsupported("config.json: packing_format", expected="auto_gptq", found=packing)
 
 
 def loss_note(tensor: StoredTensor, form: Format) -> str:

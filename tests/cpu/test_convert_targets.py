@@ -311,20 +311,34 @@ def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
             )
 
 
+def rotated(*locations: str) -> dict[str, Any]:
+    """Return settings of compressed-tensors that rotate in these places, as QuIP and SpinQuant."""
+    apply = [{"targets": ["Linear"], "location": place} for place in locations]
+    return {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}}
+
+
+def test_rotations_that_the_weights_contain_are_read(tmp_path: Path) -> None:
+    settings = {"quant_method": "compressed-tensors", "format": "dense"}
+    weight = {"a.weight": (np.ones((2, 32)), "F32")}
+    found = unpack(tmp_path, weight, settings | rotated("weight_input", "weight_output"))
+    assert np.array_equal(found.array(), weight["a.weight"][0])
+
+
 def test_unsupported_quantization_is_refused(tmp_path: Path) -> None:
     folder = source(tmp_path / "t")
     Q.compressed(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    for change in (
-        {"quant_method": "awq"},
-        {"quant_method": "bitsandbytes"},
-        {"format": "nvfp4-pack-quantized"},
+    for change, says in (
+        ({"quant_method": "awq"}, "quantization_config.*awq"),
+        ({"quant_method": "bitsandbytes"}, "quantization_config.*bitsandbytes"),
+        ({"format": "nvfp4-pack-quantized"}, "quantization_config.*nvfp4"),
+        (rotated("input", "weight_input"), "rotates activations.*found input"),
     ):
         path.write_text(
             json.dumps(config | {"quantization_config": config["quantization_config"] | change})
         )
-        with pytest.raises(Unsupported, match="quantization_config"):
+        with pytest.raises(Unsupported, match=says):
             convert(folder, tmp_path / "t.gguf")
     path.write_text(json.dumps(config))
     head, body = (
