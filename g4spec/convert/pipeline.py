@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from g4spec import gguf, models, quant
-from g4spec.convert import derived, output_checks, provenance, sources, target_info
+from g4spec.convert import derived, output_checks, provenance, sources, target_info, tokenizer
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
 from g4spec.convert.output import Output, Result
@@ -26,6 +26,8 @@ from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
+from g4spec.models import ollama
+from g4spec.models.gemma4 import PARTS
 from g4spec.models.spec import check_heads, factors_name
 from g4spec.quant import policy
 from g4spec.quant.format import Floats
@@ -305,16 +307,19 @@ def _requantize(
     read = [importance.path] if importance and importance.path else []
     output_checks.refuse_overwrite(output, [*(part.path for part in file.parts), *read])
     choice = Policy(mix, file.shapes(), importance is not None)
-    rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
+    unused = ollama.other_parts(file)
+    rows = tuple(_requantized(file, n, choice, allow) for n in file.tensors if n not in unused)
     if change:
         output_checks.refuse_copy(file, output.path, rows)
-    plan = Plan(rows, choice)
+    dropped = (PlannedTensor("drop", n, None, file.tensors[n].shape, "", PARTS) for n in unused)
+    plan = Plan((*rows, *dropped), choice)
     notes = [*notes, *plan.notes()]
     weights = _weights(file, plan, importance, notes) if importance else {}
     file_type = _file_type(plan, mix)
     kv = {
         key: file.value(key) for key in file if file_type or key != "general.file_type"
     } | file_type
+    kv |= tokenizer.usual_keys(file)
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     kv |= imatrix.keys(importance) if importance and weights else {}
     if output.dry_run:
@@ -331,7 +336,7 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
     """Return the column weights of each matrix that will be quantized; matrices without weights
     are listed in `notes`. Raises InputError if the imatrix belongs to another model."""
     out, without = {}, []
-    for row in plan.tensors:
+    for row in plan.with_action("copy"):
         name = row.name or ""
         form = quant.get(row.type)
         if not form.weighted or form is file.tensors[name].format:

@@ -15,38 +15,43 @@ import numpy as np
 from g4spec.convert.safetensors import load_json
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, KV, ValueType, array, boolean, regular_files, string, u32
-from g4spec.models.spec import CONTROL, NORMAL
+from g4spec.models import ollama
+from g4spec.models.spec import BYTE, CONTROL, NORMAL, USER_DEFINED, VISIBLE
 
 STOP_IDS = "g4spec.stop_ids"
+TOKENS, TYPES = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
 DEFAULTS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
 """Special tokens that Gemma's tokenizer class uses if the configuration does not set them."""
-VISIBLE = {
-    "<|channel>",
-    "<channel|>",
-    "<|tool_call>",
-    "<tool_call|>",
-    "<|tool_response>",
-    "<tool_response|>",
-    '<|"|>',
-}
-"""Control tokens that must be rendered as text, so that chat parsers see them."""
-USER_DEFINED, BYTE = 4, 6
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def from_gguf(gguf: GGUF) -> KV:
     """Return the tokenizer keys of a target GGUF. Raises InputError if it has no tokenizer."""
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+    for key in (TOKENS, "tokenizer.ggml.merges"):
         if gguf.array_type(key) is not ValueType.STRING:
             raise InputError(
                 f"{gguf.path}: the target has no tokenizer, which its draft needs",
                 expected=f"{key}, a list of texts",
             )
     kept = [k for k in gguf if k.startswith("tokenizer.") or k == STOP_IDS]
-    return {key: gguf.value(key) for key in kept}
+    kv = {key: gguf.value(key) for key in kept}
+    return kv | usual_keys(gguf)
+
+
+def usual_keys(gguf: GGUF) -> KV:
+    """Return the keys of a file's tokenizer that Ollama writes otherwise than upstream, as upstream
+    does; none for other files. A prompt always begins with BOS."""
+    if not ollama.has_tokenizer(gguf) or gguf.array_type(TYPES) is None:
+        return {}
+    tokens, types = gguf[TOKENS], gguf.number_array(TYPES)
+    return {
+        ollama.MODEL: string("gemma4"),
+        TYPES: array(ValueType.I32, ollama.token_types(tokens, types)),
+        "tokenizer.ggml.add_bos_token": boolean(True),
+    }
 
 
 def from_folder(
@@ -75,11 +80,9 @@ def from_folder(
     tokens = _tokens(model.get("vocab"), ids, folder)
     kv: KV = {
         "tokenizer.ggml.model": string("gemma4"),
-        "tokenizer.ggml.tokens": array(ValueType.STRING, tokens),
+        TOKENS: array(ValueType.STRING, tokens),
         "tokenizer.ggml.scores": array(ValueType.F32, np.full(len(tokens), -1000, np.float32)),
-        "tokenizer.ggml.token_type": array(
-            ValueType.I32, _types(tokens, settings, len(model["vocab"]), set(ids))
-        ),
+        TYPES: array(ValueType.I32, _types(tokens, settings, len(model["vocab"]), set(ids))),
         "tokenizer.ggml.merges": array(ValueType.STRING, _merges(model.get("merges"), folder)),
     }
     for name, number in _special_ids(settings, ids, config).items():

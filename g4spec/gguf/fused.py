@@ -1,8 +1,11 @@
-"""Queries, keys and values of a Gemma 4 layer in one tensor, `blk.N.attn_qkv.weight`, as written by
-`convert_hf_to_gguf.py --fuse-qkv` for layers that have all three.
+"""Tensors of Gemma 4 that other programs store otherwise.
+
+`convert_hf_to_gguf.py --fuse-qkv` writes queries, keys and values of a layer in one tensor,
+`blk.N.attn_qkv.weight`, for layers that have all three. Ollama's older files have another name for
+the factors of experts.
 
 Rows are contiguous in every type, so each of the three is a range of its bytes.
-Source: llama.cpp `conversion/base.py`, `src/models/gemma4.cpp`.
+Source: llama.cpp `conversion/base.py`, `src/models/gemma4.cpp`; ollama `llama/compat`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from g4spec.gguf.header import TensorInfo
 
 _PART = re.compile(r"\.attn_[qkv]\.")
 _WHOLE = ".attn_qkv."
+_GAINS, _OLD_GAINS = ".ffn_down_exps.scale", ".ffn_gate_inp.per_expert_scale"
 
 
 def whole_name(name: str) -> str:
@@ -23,14 +27,22 @@ def whole_name(name: str) -> str:
 
 
 def separate(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors of a target with queries, keys and values apart, in the order of the file.
+    """Return the tensors of a target with queries, keys and values apart and with the usual names,
+    in the order of the file.
 
     A tensor of an unexpected shape, or beside one of its parts, stays as it is.
     """
     out: dict[str, TensorInfo] = {}
     for info in tensors.values():
-        out |= _parts(info, tensors) or {info.name: info}
+        out |= _parts(info, tensors) or _named(info, tensors)
     return out
+
+
+def _named(info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    name = info.name
+    if name.endswith(_OLD_GAINS) and name.replace(_OLD_GAINS, _GAINS) not in tensors:
+        name = name.replace(_OLD_GAINS, _GAINS)
+    return {name: replace(info, name=name)}
 
 
 def _parts(whole: TensorInfo, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

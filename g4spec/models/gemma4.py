@@ -56,11 +56,9 @@ ARCHITECTURES = (
     "Gemma4UnifiedForCausalLM",
 )
 
+PARTS = "vision and audio are not part of a text GGUF"
 DROPS = (
-    Drop(
-        r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
-        "vision and audio are not part of a text GGUF",
-    ),
+    Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*", PARTS),
     QUANTIZED_ACTIVATIONS,
     Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
 )

@@ -23,8 +23,21 @@ if TYPE_CHECKING:
 GEMMA_STOP_IDS = frozenset({1, 106, 50})
 """`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
 
-NORMAL, CONTROL = 1, 3
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 """Token types of GGUF (llama.h, `enum llama_token_type`)."""
+
+VISIBLE = frozenset(
+    [
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    ]
+)
+"""Control tokens that must be rendered as text, so that chat parsers see them."""
 
 END_TOKENS = ("eos", "eot", "eom")
 """Tokens that end a text wherever a tokenizer names them (`tokenizer.ggml.eos_token_id`)."""

@@ -25,7 +25,7 @@ from g4spec.backend import Backend
 from g4spec.core import MAX_STEP_ROWS, Draft
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models import gemma4, ngram
+from g4spec.models import gemma4, ngram, ollama
 from g4spec.runtime import devices, loading, memory, target_file
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
@@ -146,7 +146,7 @@ class Engine:
                 if other.file is not None:
                     drafter = other.build(backend, loaded)
             engine = cls(loaded, drafter, tokenizer, plan, prefix_cache)
-            engine.notes += other.notes
+            engine.notes += ollama.notes(file) + other.notes
             return engine
 
     # ---- requests

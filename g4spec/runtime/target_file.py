@@ -10,7 +10,7 @@ from g4spec import models, ranges
 from g4spec.backend import Backend
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models import gemma4, pairing
+from g4spec.models import gemma4, ollama, pairing
 from g4spec.models.spec import check_heads
 from g4spec.runtime import loading, memory, pending_rows
 from g4spec.runtime.draft_file import DraftFile
@@ -95,13 +95,16 @@ def plan_memory(
         draft.check(config.n_vocab)
         drafted = list(draft.file.tensors.values())
 
+    unused = ollama.other_parts(file)
+    used = [info for name, info in file.tensors.items() if name not in unused]
+
     def plan(size: memory.Size) -> memory.MemoryPlan:
         return memory.plan(
             backend,
             size,
             chunk,
             config,
-            file.tensors.values(),
+            used,
             gemma4.caches(config),
             drafted,
             draft.shapes(),

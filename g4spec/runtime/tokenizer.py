@@ -21,15 +21,24 @@ from numpy.typing import NDArray
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.header import NUMBERS
 from g4spec.gguf.values import ValueType
-from g4spec.models.spec import CONTROL, END_TOKENS, end_ids, stop_ids, with_end_types
+from g4spec.models import ollama
+from g4spec.models.spec import (
+    BYTE,
+    CONTROL,
+    END_TOKENS,
+    USER_DEFINED,
+    end_ids,
+    stop_ids,
+    with_end_types,
+)
 from g4spec.runtime import special_token_guard
 from g4spec.runtime.bpe_encoder import MERGES, SPACE, make_encoder, panic_as_error, share_model
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
 
-UNKNOWN, USER_DEFINED, BYTE = 2, 4, 6
-"""Further token types of GGUF (llama.h, `enum llama_token_type`)."""
+UNKNOWN = 2
+"""A further token type of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
@@ -274,7 +283,8 @@ class _Merges(Sequence[str]):
 def _read(file: GGUF) -> Tokenizer:
     kv, source = file.kv, str(file.path)
     model = kv.get(_KEY + "model")
-    if model != "gemma4":
+    by_ollama = ollama.has_tokenizer(kv)
+    if model != "gemma4" and not by_ollama:
         raise Unsupported(
             f"{source}: {_KEY}model",
             expected="gemma4",
@@ -288,6 +298,7 @@ def _read(file: GGUF) -> Tokenizer:
         raise InputError(
             f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries", found=len(types)
         )
+    types = ollama.token_types(tokens, types) if by_ollama else types
     for i in sorted(_where(types, BYTE)):
         if not _BYTE.fullmatch(tokens[i]):
             raise InputError(

@@ -1,5 +1,6 @@
 """Files of targets as other programs write them: the experts' gate and up projections apart,
-fallback types for rows that 256 does not divide, and queries, keys and values in one tensor."""
+fallback types for rows that 256 does not divide, queries, keys and values in one tensor, and files
+of Ollama."""
 
 from __future__ import annotations
 
@@ -12,14 +13,16 @@ import torch
 
 from g4spec import quant
 from g4spec.convert import convert, quantize
-from g4spec.gguf import GGUF, TensorData
+from g4spec.convert.tokenizer import from_gguf
+from g4spec.gguf import GGUF, TensorData, ValueType, array, boolean, string
 from g4spec.gguf.header import TensorInfo
 from g4spec.measure import text_chunks
+from g4spec.models.spec import BYTE, CONTROL, NORMAL, VISIBLE
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
 from tests.support import tiny
 from tests.support.quant_blocks import random_blocks
-from tests.support.rewritten_files import Change, apart, fused, rewritten, same
+from tests.support.rewritten_files import Change, apart, by_ollama, fused, rewritten, same
 
 N_EXPERTS, WIDTH = 4, 96
 SHAPE = {
@@ -116,6 +119,35 @@ def test_fused_projections_compute_what_separate_ones_do(
         with GGUF(path) as before, GGUF(out) as after:
             made.append([{n: bytes(f.raw(n)) for n in f.tensors} for f in (before, after)])
     assert made[0] == made[1]
+
+
+def test_files_by_ollama_open(source: Path, tmp_path: Path) -> None:
+    """Their tokenizer, in other words the same, is what a draft of such a target gets, too."""
+    with GGUF(source) as file:
+        tokenizer = from_gguf(file)
+        kinds = np.array(file["tokenizer.ggml.token_type"])
+        kinds[kinds == BYTE] = NORMAL
+        kinds[np.isin(file["tokenizer.ggml.tokens"], list(VISIBLE))] = CONTROL
+    keys = {
+        "tokenizer.ggml.model": string("llama"),
+        "tokenizer.ggml.pre": string("gemma4"),
+        "tokenizer.ggml.token_type": array(ValueType.I32, kinds),
+        "tokenizer.ggml.add_bos_token": boolean(False),
+    }
+    theirs = rewritten(source, tmp_path / "ollama.gguf", by_ollama, keys)
+    with Engine.load(theirs, n_ctx=128) as engine:
+        assert engine.notes == ["2 tensors for vision and audio are not used"]
+    assert torch.equal(logits(theirs), logits(source))
+    for path, name in ((source, "a"), (theirs, "b")):
+        result = quantize(path, tmp_path / f"{name}.gguf", type="q4_0")
+    assert [r.name for r in result.plan.with_action("drop")] == [None, None]
+    with GGUF(tmp_path / "a.gguf") as a, GGUF(tmp_path / "b.gguf") as b, GGUF(theirs) as file:
+        assert {n: bytes(a.raw(n)) for n in a.tensors} == {n: bytes(b.raw(n)) for n in b.tensors}
+        for made in (from_gguf(b), from_gguf(file)):
+            assert made.pop("tokenizer.ggml.pre").data == "gemma4"
+            assert [(k, v.type, list(np.ravel(v.data))) for k, v in sorted(made.items())] == [
+                (k, v.type, list(np.ravel(v.data))) for k, v in sorted(tokenizer.items())
+            ]
 
 
 def test_layers_that_share_keys_have_fused_projections_too(tmp_path: Path) -> None:

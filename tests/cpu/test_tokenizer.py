@@ -162,6 +162,21 @@ def test_file_gives_the_same(tmp_path: Path) -> None:
     assert read.n_vocab == len(tiny.vocabulary()[0])
 
 
+def test_a_file_by_ollama_gives_the_same(tmp_path: Path) -> None:
+    kv = {"general.architecture": string("gemma4"), **tiny.ollama_keys()}
+    write(tmp_path / "v.gguf", kv, [])
+    write(tmp_path / "llama.gguf", kv | {"tokenizer.ggml.pre": string("default")}, [])
+    with GGUF(tmp_path / "v.gguf") as file:
+        read = Tokenizer.from_gguf(file)
+    for text in SAMPLES:
+        ids = TOKENIZER.encode(text)
+        assert read.encode(text) == ids
+        assert read.decode(ids) == TOKENIZER.decode(ids)
+    assert read.special_ids == TOKENIZER.special_ids and read.marks == TOKENIZER.marks
+    with GGUF(tmp_path / "llama.gguf") as file, pytest.raises(Unsupported, match="found llama"):
+        Tokenizer.from_gguf(file)
+
+
 def test_tokens_that_end_a_text_by_what_they_are_called(tmp_path: Path) -> None:
     """llama.cpp converts a renamed unused token as a normal one, and `<eos>` of a checkpoint that
     names `<turn|>` as eos_token; it still takes both for control tokens that end a text."""

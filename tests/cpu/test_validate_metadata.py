@@ -13,9 +13,8 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.convert.tokenizer import USER_DEFINED
 from g4spec.gguf import GGUF, ValueType
-from g4spec.models.spec import NORMAL
+from g4spec.models.spec import NORMAL, USER_DEFINED
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import ERROR
 from tests.support import faults, tiny, tiny_drafts

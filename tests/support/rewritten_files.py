@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from g4spec.gguf import GGUF, TensorData, write
+from g4spec.gguf import GGUF, KV, TensorData, write
 from g4spec.gguf.header import TensorInfo
 
 Change = Callable[[GGUF, TensorInfo], list[TensorData]]
 
 
-def rewritten(path: Path, to: Path, change: Change) -> Path:
-    """Write a file with `change(file, tensor)` in place of each tensor."""
+def rewritten(path: Path, to: Path, change: Change, keys: KV | None = None) -> Path:
+    """Write a file with `change(file, tensor)` in place of each tensor, and with `keys` changed."""
     with GGUF(path) as file:
         data = [new for info in file.tensors.values() for new in change(file, info)]
-        write(to, {key: file.value(key) for key in file}, data)
+        write(to, {key: file.value(key) for key in file} | (keys or {}), data)
     return to
 
 
@@ -37,6 +37,16 @@ def apart(file: GGUF, info: TensorInfo) -> list[TensorData]:
         )
         for name, half in zip(("gate", "up"), halves, strict=True)
     ]
+
+
+def by_ollama(file: GGUF, info: TensorInfo) -> list[TensorData]:
+    """Store vision and audio beside the text model, and factors of experts under an older name."""
+    name = info.name.replace(".ffn_down_exps.scale", ".ffn_gate_inp.per_expert_scale")
+    out = [TensorData(name, info.shape, info.type, [file.raw(info.name)])]
+    if name == "output_norm.weight":
+        for name, *shape in (("v.patch_embd.weight", 4, 3, 2, 2), ("mm.a.fc.bias", 64)):
+            out.append(TensorData(name, tuple(shape), 0, [np.ones(shape, np.float32)]))
+    return out
 
 
 def fused(file: GGUF, info: TensorInfo) -> list[TensorData]:

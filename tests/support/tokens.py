@@ -87,6 +87,20 @@ def keys(**changed: Any) -> KV:
     return kv
 
 
+def ollama_keys() -> KV:
+    """Return the tokenizer's metadata as Ollama writes it."""
+    tokens, types, _ = vocabulary()
+    kinds = [3 if i in USER else 1 if kind == 6 else kind for i, kind in enumerate(types)]
+    return keys(
+        model=string("llama"),
+        pre=string("gemma4"),
+        token_type=array(ValueType.I32, kinds),
+        scores=array(ValueType.F32, list(range(len(tokens)))),
+        add_bos_token=boolean(False),
+        eos_token_ids=array(ValueType.I32, [1, 106, 50]),
+    )
+
+
 def vocabulary_file(path: Path, **changed: Any) -> Path:
     """Write a GGUF file of metadata only."""
     write(path, {"general.architecture": string("gemma4"), **keys(**changed)}, [])

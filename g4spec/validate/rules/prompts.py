@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from g4spec.convert import provenance
-from g4spec.convert.tokenizer import BYTE, BYTE_TOKEN, STOP_IDS
-from g4spec.models.spec import CONTROL
+from g4spec.convert.tokenizer import BYTE_TOKEN, STOP_IDS
+from g4spec.models.spec import BYTE, CONTROL
 from g4spec.runtime.template import syntax_error
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, rule
