@@ -11,7 +11,7 @@ import numpy as np
 from g4spec.errors import Unsupported, UsageError
 from g4spec.quant import formats
 from g4spec.quant.format import Format, ScaleFactors, Unrepresentable, is_valid_shape
-from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
+from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS, REMOVED
 
 __all__ = [
     "FIRST_CLASHING_TYPE",
@@ -83,7 +83,9 @@ def by_type(number: int, name: str = "a tensor") -> Format:
     form = _by_type().get(number)
     if form is None:
         fix = None
-        if upstream := _upstream_name(number):
+        if old := REMOVED.get(number):
+            fix = f"use a Q4_0 or IQ4_NL file: this is {old}, which llama.cpp no longer has"
+        elif upstream := _upstream_name(number):
             fix = f"update g4spec: this is type {upstream} of llama.cpp"
         elif number >= FIRST_CLASHING_TYPE:
             fix = (

@@ -22,6 +22,16 @@ _NUMBERS = (
     ("f64", 28, "<f8"),
 )
 
+REMOVED = {
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that upstream no longer has in files: rows repacked for CPUs."""
+
 FORMATS = tuple(Format(*row) for row in _BLOCKS) + tuple(
     Format(name, type=number, block=1, block_bytes=int(dtype[2]), stored=dtype)
     for name, number, dtype in _NUMBERS

@@ -9,7 +9,8 @@ import pytest
 
 from g4spec.errors import Unsupported
 from g4spec.gguf import GGUF
-from g4spec.gguf.forks import FORKS
+from g4spec.gguf.forks import FORKS, IK_TYPES
+from g4spec.quant.sizes import REMOVED
 from tests.cpu.test_gguf_reader import file, tensor
 
 WIDTH = 256
@@ -42,6 +43,22 @@ def test_forks_types_are_named(fork: str, number: int, tmp_path: Path) -> None:
         GGUF(path)
 
 
+@pytest.mark.parametrize("number", [98, 139, 144, 202, 230, 352, 399])
+def test_types_of_ik_llama_cpp_are_named(number: int, tmp_path: Path) -> None:
+    """Rows of some of them begin with a scale, so that their size is no multiple of a block's."""
+    path = write(tmp_path / "a.gguf", [(41, 128, 18), (number, 32, 19), (0, 1, 4)])
+    with pytest.raises(
+        Unsupported, match=rf"'t1'.*number {number}.*found {IK_TYPES[number]} of ik"
+    ):
+        GGUF(path)
+
+
+@pytest.mark.parametrize("number,name", REMOVED.items())
+def test_types_that_upstream_removed_are_named(number: int, name: str, tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=rf"'t0'.*number {number}\. Use a .* file.*{name}"):
+        GGUF(write(tmp_path / "a.gguf", [(number, 32, 18)]))
+
+
 def test_several_tensors_single_out_a_fork(tmp_path: Path) -> None:
     types = [(43, 128, 66), (44, 128, 34), (45, 128, 52)]
     with pytest.raises(Unsupported, match="found TURBO4_0 of beellama, by"):
@@ -52,7 +69,7 @@ def test_a_size_that_matches_no_type(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="no known type"):
         GGUF(write(tmp_path / "a.gguf", [(42, 32, 20), (0, 1, 4)]))
     with pytest.raises(Unsupported, match="no known type"):
-        GGUF(write(tmp_path / "b.gguf", [(99, 32, 20)]))
+        GGUF(write(tmp_path / "b.gguf", [(100, 32, 20)]))
 
 
 def test_impossible_offsets_do_not_crash(tmp_path: Path) -> None:
