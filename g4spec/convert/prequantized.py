@@ -53,6 +53,8 @@ def unpack(
             for ending, make in READERS.items():
                 if name.endswith(ending):
                     make(name.removesuffix(ending), out, settings)
+    else:
+        quant_methods.refuse_unnamed(tensors)
     return stacked(out)
 
 

@@ -6,12 +6,20 @@ Sources: compressed-tensors `transform/transform_args.py` (locations of transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from g4spec.errors import Unsupported
 
-METHODS = ("compressed-tensors", "gptq", "auto-round", "auto_round", "fp8", "fbgemm_fp8")
+METHODS = (
+    "compressed-tensors",
+    "gptq",
+    "auto-round",
+    "auto_round",
+    "fp8",
+    "fbgemm_fp8",
+    "modelopt FP8",
+)
 FORMATS = (
     "pack-quantized",
     "int-quantized",
@@ -20,6 +28,17 @@ FORMATS = (
     "dense",
     "mixed-precision",
 )
+MARKS = {
+    ".qweight": "GPTQ or AWQ",
+    ".absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".biases": "MLX",
+    ".weight_scale_2": "NVFP4 by ModelOpt",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "FP8",
+    ".weight_scale_inv": "FP8",
+}
+"""Ending of a tensor's name that only quantized weights have -> what wrote it."""
 OFFLINE = ("weight_input", "weight_output")
 """Where compressed-tensors rotates weights; it rotates activations in all other places."""
 FIX = "convert from the checkpoint that was not quantized"
@@ -32,15 +51,14 @@ def settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
-    found = config.get("quantization_config") or inner
+    found = config.get("quantization_config") or inner or config.get("quantization")
     if not isinstance(found, dict):
         return None
-    method, form = found.get("quant_method"), found.get("format")
     packing = str(found.get("packing_format", "auto_gptq"))
-    if method not in METHODS or (method == "compressed-tensors" and form not in FORMATS):
+    if not _is_readable(found):
         raise Unsupported(
             "config.json: quantization_config",
-            found=f"{method} {form or ''}",
+            found=_title(found),
             expected=f"one of {', '.join(METHODS)}",
             fix=FIX,
         )
@@ -54,6 +72,33 @@ def settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             fix=FIX,
         )
     return found
+
+
+def refuse_unnamed(names: Iterable[str]) -> None:
+    """Raise Unsupported for tensors of quantized weights if config.json names no quantization."""
+    for name in names:
+        for ending, method in MARKS.items():
+            if name.endswith(ending):
+                raise Unsupported(
+                    "config.json: quantization_config is missing, but weights are quantized",
+                    found=f"{method}, by tensor {name}",
+                    fix=FIX,
+                )
+
+
+def _is_readable(found: Mapping[str, Any]) -> bool:
+    method = found.get("quant_method")
+    if method == "compressed-tensors":
+        return found.get("format") in FORMATS
+    return (f"modelopt {found.get('quant_algo')}" if method == "modelopt" else method) in METHODS
+
+
+def _title(found: Mapping[str, Any]) -> str:
+    """Return what wrote the weights. MLX names no method."""
+    if "quant_method" not in found and {"group_size", "bits"} <= found.keys():
+        return f"MLX with {found['bits']} bits"
+    keys = ("quant_method", "format", "quant_algo")
+    return " ".join(str(found[key]) for key in keys if found.get(key)) or "nothing"
 
 
 def _locations(found: Mapping[str, Any]) -> Iterator[str]:

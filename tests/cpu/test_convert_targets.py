@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from g4spec import quant
-from g4spec.convert import convert, prequantized, safetensors
+from g4spec.convert import convert, prequantized, quant_methods, safetensors
 from g4spec.convert import tensors as stored
 from g4spec.convert.pipeline import Result
 from g4spec.errors import InputError, Unsupported
@@ -324,15 +324,33 @@ def test_rotations_that_the_weights_contain_are_read(tmp_path: Path) -> None:
     assert np.array_equal(found.array(), weight["a.weight"][0])
 
 
+def test_fp8_of_modelopt(tmp_path: Path) -> None:
+    codes = np.random.default_rng(0).integers(1, 127, (20, 24))
+    tensors = {
+        "a.weight": (codes, "F8_E4M3"),
+        "a.weight_scale": (np.float32(0.25), "F32"),
+        "a.input_scale": (np.float32(3), "F32"),
+    }
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert np.array_equal(unpack(tmp_path, tensors, settings).array(), Q.E4M3[codes] / 4)
+
+
+@pytest.mark.parametrize("name,method", quant_methods.MARKS.items())
+def test_quantized_weights_without_a_configuration_are_named(name: str, method: str) -> None:
+    with pytest.raises(Unsupported, match=f"is missing.*found {method}, by tensor a{name}"):
+        quant_methods.refuse_unnamed(["a.weight", f"a{name}"])
+
+
 def test_unsupported_quantization_is_refused(tmp_path: Path) -> None:
     folder = source(tmp_path / "t")
     Q.compressed(folder)
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(original := path.read_text())
     for change, says in (
         ({"quant_method": "awq"}, "quantization_config.*awq"),
         ({"quant_method": "bitsandbytes"}, "quantization_config.*bitsandbytes"),
         ({"format": "nvfp4-pack-quantized"}, "quantization_config.*nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "found modelopt .*NVFP4"),
         (rotated("input", "weight_input"), "rotates activations.*found input"),
     ):
         path.write_text(
@@ -340,7 +358,15 @@ def test_unsupported_quantization_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(Unsupported, match=says):
             convert(folder, tmp_path / "t.gguf")
-    path.write_text(json.dumps(config))
+    config.pop("quantization_config")
+    for change, says in (
+        ({"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}}, "MLX with 4 bits"),
+        ({}, "quantization_config is missing.*found compressed-tensors, by tensor .*packed"),
+    ):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(Unsupported, match=says):
+            convert(folder, tmp_path / "t.gguf")
+    path.write_text(original)
     head, body = (
         (folder / "model.safetensors").read_bytes().split(b"layers.0.mlp.up_proj.weight_s", 1)
     )
