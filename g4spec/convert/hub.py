@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar
 
-from g4spec.convert import hub_settings, safetensors
+from g4spec.convert import hub_settings, quant_methods, safetensors
 from g4spec.convert.hub_digest import check_digest
 from g4spec.convert.hub_id import HubId, drafts, holds_model, is_safe
 from g4spec.convert.provenance import SMALL
@@ -102,6 +102,9 @@ class _Hub:
             self._remember(found[self.id.file], revision)
             return found[self.id.file]
         chosen = self._needed(names, purpose, revision)
+        if "config.json" in chosen and purpose != "tokenizer":
+            config = self._get("config.json", revision)  # before weights that cannot be read
+            quant_methods.settings(safetensors.load_json(config))
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
         return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent

@@ -240,6 +240,16 @@ def test_only_needed_files_are_fetched(served: Hub) -> None:
     assert get("org/draft") == folder and not served.downloads()
 
 
+def test_weights_that_cannot_be_read_are_not_fetched(family: Path, served: Hub) -> None:
+    config = json.loads((family / "target" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    found = files(family / "target") | {"config.json": json.dumps(config).encode()}
+    served.repos["org/awq"] = found
+    refused("org/awq", Unsupported, "quantization_config.*found awq")
+    assert served.downloads() == ["config.json"]
+    get("org/awq", "tokenizer")
+
+
 def test_a_target_gives_its_tokenizer_only(served: Hub) -> None:
     get("org/target", "tokenizer")
     assert not any(name.endswith(".safetensors") for name in served.downloads())
