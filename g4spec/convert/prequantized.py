@@ -47,7 +47,9 @@ def unpack(
 
     Raises Unsupported for an unknown quantization method.
     """
-    settings, out = quant_methods.settings(config), dict(tensors)
+    out = dict(tensors)
+    # Who needs no weights, as a draft of its target, may have any quantization.
+    settings = quant_methods.settings(config) if tensors else None
     if settings is not None:
         for name in tensors:
             for ending, make in READERS.items():

@@ -456,6 +456,19 @@ def test_broken_safetensors(name: str, family: Path, tmp_path: Path) -> None:
     refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)
 
 
+def test_a_draft_of_a_target_with_any_quantization(family: Path, tmp_path: Path) -> None:
+    """The draft needs its tokenizer and sizes only."""
+    target = copy(family, "target", tmp_path)
+    config(target, quantization_config={"quant_method": "awq", "bits": 4})
+    with pytest.raises(Unsupported, match="awq"):
+        convert(target, tmp_path / "t.gguf")
+    made = [
+        convert(family / "zlab", tmp_path / f"{t.parent.name}.gguf", target=t)
+        for t in (target, family / "target")
+    ]
+    assert made[0].plan == made[1].plan
+
+
 def test_broken_config(family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
     for raw, says in (
