@@ -5,6 +5,7 @@ Detection reads the content; names of files do not matter.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,12 @@ from g4spec.models.spec import Checkpoint
 
 MASK_ROW = "mask_embedding.pt"
 """File of some trainers next to config.json; it replaces the embedding of the mask token."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""File of a LoRA adapter by PEFT."""
+_ADAPTED = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
+WRAPPERS = ("module.", "base_model.model.")
+"""Beginnings that trainers put before the names of all tensors: DDP and PEFT. `_orig_mod.` of
+torch.compile may be at any place."""
 UNSUPPORTED = {
     "lilicorrdraftmodel": "a LiLiCorr draft",
     "dominodraftmodel": "a Domino draft",
@@ -155,6 +162,8 @@ def _open_folder(
     folder: Path, files: list[Path] | None = None, weights: bool = True
 ) -> CheckpointFolder:
     files = files or (safetensors.files(folder) if weights else [])
+    if (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists():
+        raise _adapter(folder, ADAPTER_CONFIG)
     if not files and weights:
         safetensors.refuse_pickles(str(folder), [p.name for p in folder.iterdir()])
     config = safetensors.load_json(
@@ -163,7 +172,10 @@ def _open_folder(
     generation = folder / "generation_config.json"
     if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
-    tensors = prequantized.unpack(config, safetensors.read_all(files))
+    stored = _unwrapped(safetensors.read_all(files))
+    if parts := [name for name in stored if _ADAPTED.search(name)]:
+        raise _adapter(folder, parts[0])
+    tensors = prequantized.unpack(config, stored)
     return CheckpointFolder(
         folder,
         files,
@@ -171,6 +183,27 @@ def _open_folder(
         safetensors.load_json(generation) if generation.exists() else {},
         tensors,
     )
+
+
+def _adapter(folder: Path, found: str) -> Unsupported:
+    return Unsupported(
+        f"{folder}: a LoRA adapter that is not merged into its model",
+        found=found,
+        fix="merge it, for instance with `merge_and_unload` of PEFT, and convert what "
+        "`save_pretrained` writes",
+    )
+
+
+def _unwrapped(tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """Return tensors by their names in the model, without what trainers put before them."""
+    names = {name: name.replace("_orig_mod.", "") for name in tensors}
+    while names and (
+        found := [w for w in WRAPPERS if all(n.startswith(w) for n in names.values())]
+    ):
+        names = {name: inner.removeprefix(found[0]) for name, inner in names.items()}
+    if len(set(names.values())) < len(names):
+        return tensors
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def _detect_folder(folder: CheckpointFolder, notes: Sequence[str] = ()) -> DetectedSource:

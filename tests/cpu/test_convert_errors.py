@@ -469,6 +469,35 @@ def test_a_draft_of_a_target_with_any_quantization(family: Path, tmp_path: Path)
     assert made[0].plan == made[1].plan
 
 
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "base_model.model.", "module._orig_mod."]
+)
+def test_names_that_trainers_change(family: Path, tmp_path: Path, prefix: str) -> None:
+    folder = copy(family, "target", tmp_path)
+    retensor(folder, lambda t: t.update({prefix + name: t.pop(name) for name in list(t)}))
+    convert(folder, tmp_path / "a.gguf")
+    convert(family / "target", tmp_path / "b.gguf")
+    with GGUF(tmp_path / "a.gguf") as a, GGUF(tmp_path / "b.gguf") as b:
+        assert {n: bytes(a.raw(n)) for n in a.tensors} == {n: bytes(b.raw(n)) for n in b.tensors}
+
+
+def test_adapters_that_are_not_merged(family: Path, tmp_path: Path) -> None:
+    folder = copy(family, "target", tmp_path)
+    layer = "model.language_model.layers.0.self_attn.q_proj."
+
+    def change(t: dict[str, Any]) -> None:
+        t[f"{layer}base_layer.weight"] = t.pop(f"{layer}weight")
+        t[f"{layer}lora_A.default.weight"] = (np.ones((4, 256)), "F32")
+
+    retensor(folder, change)
+    says = r"LoRA adapter that is not merged.*lora_A\.default"
+    refused(folder, tmp_path / "o.gguf", None, Unsupported, says)
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    says = r"LoRA adapter that is not merged.*adapter_config\.json.*merge_and_unload"
+    refused(folder, tmp_path / "o.gguf", None, Unsupported, says)
+
+
 def test_broken_config(family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
     for raw, says in (
