@@ -5,6 +5,7 @@ Detection reads the content; names of files do not matter.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -166,6 +167,8 @@ def _open_folder(
         raise _adapter(folder, ADAPTER_CONFIG)
     if not files and weights:
         safetensors.refuse_pickles(str(folder), [p.name for p in folder.iterdir()])
+    if not os.path.lexists(folder / "config.json") and (fix := parts.folder_hint(folder)):
+        raise InputError(f"{folder}: neither a checkpoint nor a GGUF file", fix=fix)
     config = safetensors.load_json(
         folder / "config.json", "the config.json of a checkpoint, or a GGUF file"
     )
@@ -173,8 +176,8 @@ def _open_folder(
     if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
     stored = _unwrapped(safetensors.read_all(files))
-    if parts := [name for name in stored if _ADAPTED.search(name)]:
-        raise _adapter(folder, parts[0])
+    if adapted := [name for name in stored if _ADAPTED.search(name)]:
+        raise _adapter(folder, adapted[0])
     tensors = prequantized.unpack(config, stored)
     return CheckpointFolder(
         folder,

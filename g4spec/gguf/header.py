@@ -17,7 +17,7 @@ import numpy as np
 
 from g4spec import quant
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import forks, regular_files, string_arrays
+from g4spec.gguf import forks, other_formats, regular_files, string_arrays
 from g4spec.gguf.values import ValueType
 
 MAGIC = b"GGUF"
@@ -134,7 +134,12 @@ class Header:
     def _scan(self) -> None:
         regular_files.refuse_lfs_pointer(self._path, bytes(self._view[:64]))
         if self._view[:4] != MAGIC:
-            raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
+            raise InputError(
+                f"{self._path}: not a GGUF file",
+                expected="magic GGUF",
+                found=bytes(self._view[:4]),
+                fix=other_formats.fix(self._path, bytes(self._view[: other_formats.BEGIN])),
+            )
         self.version, at = self._take("I", 4, "the version")
         if self.version & 0xFFFF == 0 and self.version:
             raise Unsupported(

@@ -21,12 +21,17 @@ _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def folder_hint(folder: Path) -> str | None:
-    """Return a fix for an error about a folder given instead of a GGUF file; None if the folder has
-    no GGUF file."""
-    found = sorted(folder.glob("*.gguf"))
-    if not found:
-        return None
-    return f"name {'one of the files' if found[1:] else 'the file'} in it: {found[0]}"
+    """Return a fix for an error about a folder given instead of a GGUF file, or without a model;
+    None if neither the folder nor one in it, such as the snapshots of a cache, has a model."""
+    for pattern in ("*.gguf", "*/*.gguf", "snapshots/*/*.gguf"):
+        if found := sorted(folder.glob(pattern)):
+            return f"name {'one of the files' if found[1:] else 'the file'} in it: {found[0]}"
+        if (folder / "config.json").exists():
+            return None
+    for pattern in ("*/config.json", "snapshots/*/config.json"):
+        if found := sorted(folder.glob(pattern)):
+            return f"name a folder in it: {found[0].parent}"
+    return None
 
 
 def part_name(stem: str, no: int, count: int) -> str:

@@ -498,6 +498,17 @@ def test_adapters_that_are_not_merged(family: Path, tmp_path: Path) -> None:
     refused(folder, tmp_path / "o.gguf", None, Unsupported, says)
 
 
+@pytest.mark.parametrize("inner", ["publisher/model", "models--org--name/snapshots/abc"])
+def test_folders_above_a_model(inner: str, family: Path, tmp_path: Path) -> None:
+    """Folders of LM Studio and of the hub's cache."""
+    (folder := tmp_path / inner).mkdir(parents=True)
+    given = tmp_path / inner.split("/", maxsplit=1)[0]
+    (folder / "config.json").write_text("{}")
+    refused(given, tmp_path / "o.gguf", None, InputError, f"(?i)name a folder in it: {folder}")
+    (folder / "m.gguf").write_bytes(b"GGUF")
+    refused(given, tmp_path / "o.gguf", None, InputError, f"(?i)name the file in it: {folder}/m")
+
+
 def test_broken_config(family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
     for raw, says in (

@@ -3,6 +3,7 @@ count."""
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 import tracemalloc
@@ -89,6 +90,35 @@ def sample(path: Path) -> KV:
     ]
     write(path, kv, tensors)
     return kv
+
+
+@pytest.mark.parametrize(
+    "begin,says",
+    [
+        (b"PK\x03\x04", "llamafile or zip.*extract"),
+        (b"MZqFpD='", "llamafile"),
+        (b"\x1f\x8b\x08", "decompress"),
+        (b"tjgg", "before GGUF"),
+        (b"FROM ./x.gguf", "Modelfile.*FROM"),
+        (b'\x10\0\0\0\0\0\0\0{"a": {}}', "safetensors"),
+    ],
+)
+def test_other_files_are_named(begin: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(begin + bytes(40))
+    with pytest.raises(InputError, match=f"(?i)not a GGUF file.*{says}"):
+        GGUF(tmp_path / "a")
+
+
+def test_a_manifest_of_ollama_names_the_blob_of_its_model(tmp_path: Path) -> None:
+    (manifest := tmp_path / "manifests" / "library" / "gemma4").mkdir(parents=True)
+    layers = [
+        {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{digit * 64}"}
+        for kind, digit in (("license", "a"), ("model", "b"), ("params", "c"))
+    ]
+    (manifest / "latest").write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+    blob = tmp_path / "blobs" / f"sha256-{'b' * 64}"
+    with pytest.raises(InputError, match=f"(?i)a manifest of Ollama.*{blob}"):
+        GGUF(manifest / "latest")
 
 
 def test_round_trip_of_every_type(tmp_path: Path) -> None:
