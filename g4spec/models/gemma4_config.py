@@ -105,6 +105,8 @@ def _tied(raw: Mapping[str, Any], text: Fields) -> bool:
 def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     """Parse the per-layer properties from `global_head_dim` and its siblings, or
     `per_layer_config`."""
+    # transformers still reads the old key, in place of the new one.
+    text.require("rope_scaling", (None, text.raw.get("rope_parameters")), None)
     n_layer = text.layers("num_hidden_layers")
     types = text.list(str, "layer_types", _default_types(n_layer))
     if len(types) != n_layer:

@@ -35,6 +35,7 @@ def edit(folder: Path, **values: Any) -> Path:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scaled": ({"rope_parameters__full_attention__factor": 8.0}, "factor"),
     "sliding scaled": ({"rope_parameters__sliding_attention__factor": 2.0}, "factor"),
+    "of older versions": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling"),
     "unknown": ({"rope_parameters__full_attention__beta_fast": 32}, "beta_fast"),
     "flat": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
     "a kind missing": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_theta"),
