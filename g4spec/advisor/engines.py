@@ -174,6 +174,8 @@ def _other_source(target: TargetModel, size: SizeFact | None, name: str) -> tupl
     kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
     named = f"as {size.id} or " if size is not None else ""
     fix = f"name the model {named}by one of these"
+    if name in GGUF and target.is_gguf:
+        kind = "GGUF files that Ollama did not write"
     if name in GGUF and target.is_local and not target.is_gguf:
         source = shlex.quote(target.given or "")
         fix = f"g4spec convert {source} -o target.gguf, then -m target.gguf"

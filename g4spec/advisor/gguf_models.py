@@ -24,9 +24,14 @@ from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.models import pairing
+from g4spec.models import ollama, pairing
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.upstream import REFUSED_SUFFIX
+
+OLLAMA_NOTE = (
+    "Ollama wrote the file: llama.cpp refuses its vision and audio, and reads its tokenizer "
+    "otherwise; what `g4spec quantize` makes of it, llama.cpp loads"
+)
 
 
 def _list(kv: Mapping[str, Any], key: str, n: int) -> list[Any]:
@@ -107,9 +112,9 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
         names = [t.format.name for t in large]
         common = max(set(names), key=names.count).upper() if names else "none"
         nbytes = sum(t.nbytes for t in file.tensors.values())
-        option = WeightFormat(
-            common, nbytes, ("llama.cpp", "g4spec"), own=runtime_support.weight_bytes(file)
-        )
+        theirs = ollama.wrote(file)
+        engines = ("g4spec",) if theirs else ("llama.cpp", "g4spec")
+        option = WeightFormat(common, nbytes, engines, own=runtime_support.weight_bytes(file))
         return TargetModel(
             title=f"{path.name} (Gemma 4 {size.name if size else f'with {n} layers'})",
             size=size.id if size else "other",
@@ -125,7 +130,11 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
             refusal=runtime_support.refusal(file, models.kinds()["gemma4"]),
             notes=tuple(
                 note
-                for note in (runtime_support.mix_note(file), runtime_support.repacked_note(file))
+                for note in (
+                    runtime_support.mix_note(file),
+                    runtime_support.repacked_note(file),
+                    OLLAMA_NOTE if theirs else "",
+                )
                 if note
             ),
         )

@@ -47,6 +47,11 @@ def other_parts(file: GGUF) -> list[str]:
     return [name for name in file.tensors if _OTHER_PARTS.fullmatch(name)]
 
 
+def wrote(file: GGUF) -> bool:
+    """Return whether a target is in Ollama's words, which llama.cpp refuses or misreads."""
+    return bool(other_parts(file)) or has_tokenizer(file)
+
+
 def notes(file: GGUF) -> list[str]:
     """Return a remark about tensors of a target that are not used, if there are any."""
     found = other_parts(file)

@@ -32,10 +32,10 @@ from g4spec.advisor.facts import facts
 from g4spec.advisor.schema import SizeFact
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, string
 from g4spec.runtime.cuda import gpu_memory
 from tests.cpu.gguf_fixtures import Entry
-from tests.support import faults, tiny, tiny_drafts
+from tests.support import faults, tiny, tiny_drafts, tokens
 
 FACTS = facts()
 
@@ -402,6 +402,14 @@ def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> No
     assert 6e9 < option.nbytes < 30e9
     rewritten = {"IQ3_XXS": 134 / 98}.get(format, 1.0)  # bytes of a block on a GPU and in a file
     assert option.own == pytest.approx(option.nbytes * rewritten)
+
+
+def test_llama_cpp_does_not_load_files_of_ollama(tmp_path: Path) -> None:
+    path = tokens.target_file(tmp_path / "t.gguf", model=string("llama"), pre=string("gemma4"))
+    found = gguf_models.gguf_target(FACTS, path, str(path))
+    assert found.formats[0].engines == ("g4spec",) and gguf_models.OLLAMA_NOTE in found.notes
+    usual = gguf_models.gguf_target(FACTS, tokens.target_file(tmp_path / "u.gguf"), "")
+    assert "llama.cpp" in usual.formats[0].engines and not usual.notes
 
 
 def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
