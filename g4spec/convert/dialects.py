@@ -113,6 +113,7 @@ FAMILIES = {
     "dflash": DialectFamily(
         kept_keys=(
             *_GEMMA,
+            "rope.dimension_count",
             "block_size",
             "target_layers",
             "embedding_scale",
@@ -136,7 +137,6 @@ FAMILIES = {
             r"dflash\.target_hidden",  # repeat fc's shape
             r"tie_word_embeddings",
             r"attention\.causal",  # constant in all files of a fork
-            r"rope\.dimension_count",
             r"attention\.value_length",
             r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, see `unsupported`
         ),

@@ -209,6 +209,7 @@ WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
         lambda p: p.more({"rope.scaling.type": string("yarn"), "rope.scaling.factor": f32(4)}),
         r"rope\.scaling\.factor: expected one of .*found 4",
     ),
+    "rotation": (lambda p: p.more({"rope.dimension_count": u32(8)}), "rope.dimension_count"),
     "scale": (lambda p: p.more({"rope.scale_linear": f32(2)}), r"rope\.scale_linear"),
 }
 
