@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import fused
+from g4spec.gguf import fused, regular_files
 from g4spec.gguf.atomic import check_writable
 from g4spec.gguf.reader import GGUF, is_gguf
 from g4spec.gguf.values import KV, ValueType, array, string, u32
@@ -25,6 +26,8 @@ from g4spec.gguf.writer import TensorData, write
 
 SUMS, COUNTS = ".in_sum2", ".counts"
 CHUNKS, CHUNK_SIZE, DATASETS = "imatrix.chunk_count", "imatrix.chunk_size", "imatrix.datasets"
+MAX_OLDER = 1 << 30
+"""Maximum size of a file of the older format in bytes."""
 MIN_WEIGHT = 1e-4
 """Minimum weight of a column relative to the mean; a column unused by the text may be needed."""
 
@@ -94,12 +97,10 @@ class Imatrix:
 
 
 def read(path: Path) -> Imatrix:
-    """Read an imatrix file. Raises InputError if it is not one or has invalid values."""
+    """Read an imatrix file, also one of the older format. Raises InputError if it is not one or has
+    invalid values."""
     if path.is_file() and not is_gguf(path):
-        raise InputError(
-            f"{path}: not a GGUF file; an older llama-imatrix writes another format",
-            fix=f"convert it to GGUF: `llama-imatrix --in-file {path.name} -o imatrix.gguf`",
-        )
+        return _read_older(path)
     with GGUF(path) as file:
         names = [n.removesuffix(SUMS) for n in file.tensors if n.endswith(SUMS)]
         if file.get("general.type") != "imatrix" or not names:
@@ -116,6 +117,38 @@ def read(path: Path) -> Imatrix:
         return Imatrix(entries, chunks, size, names, path.name, path)
 
 
+def _read_older(path: Path) -> Imatrix:
+    """Read the format of older versions of llama-imatrix, and of ik_llama.cpp: name, number of
+    calls and sums of each matrix, with a count for all experts; then, maybe, chunks and dataset."""
+    raw, at = regular_files.read_regular(path, MAX_OLDER), 0
+
+    def take(size: int) -> bytes:
+        nonlocal at
+        if not 0 <= size <= len(raw) - at:
+            raise InputError(
+                f"{path}: not an importance matrix, or truncated",
+                expected="a GGUF file, or the older format of llama-imatrix",
+                fix="make one with `g4spec imatrix`",
+            )
+        at += size
+        return raw[at - size : at]
+
+    def number() -> int:
+        return int.from_bytes(take(4), "little", signed=True)
+
+    def text() -> str:
+        return take(number()).rstrip(b"\0").decode(errors="replace")
+
+    entries = {}
+    for _ in range(max(number(), 1)):
+        name, calls = text(), number()
+        sums = np.frombuffer(take(4 * number()), "<f4").astype(np.float32)
+        entries[name] = _checked(path, name, sums, np.array([max(calls, 1)], np.float32))
+    chunks = number() if at < len(raw) else 0
+    datasets = [text()] if at < len(raw) else []
+    return Imatrix(entries, max(chunks, 0), 0, datasets, path.name, path)
+
+
 def _entry(file: GGUF, name: str) -> Entry:
     found = []
     for suffix in (SUMS, COUNTS):
@@ -127,14 +160,19 @@ def _entry(file: GGUF, name: str) -> Entry:
                 found=info.format.name.upper() if info else "none",
             )
         found.append(file.array(name + suffix))
-    sums, counts = found
+    return _checked(file.path, name, *found)
+
+
+def _checked(path: Path, name: str, sums: NDArray[Any], counts: NDArray[Any]) -> Entry:
+    """Return the statistics of a matrix. Raises InputError for sizes that do not fit, and for
+    values that are negative or not finite."""
     if not counts.size or sums.size % counts.size or not sums.size:
         raise InputError(
-            f"{file.path}: {name}: sums of {sums.size} values do not divide by {counts.size} counts"
+            f"{path}: {name}: sums of {sums.size} values do not divide by {counts.size} counts"
         )
-    for values in found:
+    for values in (sums, counts):
         if not (np.isfinite(values) & (values >= 0)).all():
-            raise InputError(f"{file.path}: {name}: a sum or count is negative or not finite")
+            raise InputError(f"{path}: {name}: a sum or count is negative or not finite")
     return Entry(
         np.array(sums.reshape(counts.size, -1)), np.rint(counts.reshape(-1)).astype(np.int64)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import gguf as oracle
@@ -98,6 +99,38 @@ def test_experts_of_an_older_imatrix_share_a_count(tmp_path: Path) -> None:
         imatrix.read(path).weights("w", (2, 4, 2))
 
 
+def older(entries: dict[str, tuple[int, list[float]]], tail: bytes = b"") -> bytes:
+    """Return a file as older versions of llama-imatrix write it."""
+    out = struct.pack("<i", len(entries))
+    for name, (calls, sums) in entries.items():
+        head = struct.pack("<i", len(name)) + name.encode() + struct.pack("<2i", calls, len(sums))
+        out += head + np.float32(sums).tobytes()
+    return out + tail
+
+
+def test_the_older_format_is_read(tmp_path: Path) -> None:
+    entries = {"w": (2, [2.0, 6, 5, 5]), "uncounted": (0, [3.0, 1])}
+    path = tmp_path / "imatrix.dat"
+    for tail in (b"", struct.pack("<2i", 7, 5) + b"a.txt"):
+        path.write_bytes(older(entries, tail))
+        got = imatrix.read(path)
+        assert (got.chunks, list(got.datasets)) == ((7, ["a.txt"]) if tail else (0, []))
+        for name, shape, expected in (
+            ("w", (2, 4, 2), [[0.5, 1.5], [1, 1]]),
+            ("uncounted", (4, 2), [[1.5, 0.5]]),
+        ):
+            weights = got.weights(name, shape)
+            assert weights is not None and weights.tolist() == expected
+    whole = path.read_bytes()
+    for size in (*range(0, len(older(entries)), 3), len(whole) - 2):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match="not an importance matrix, or truncated"):
+            imatrix.read(path)
+    path.write_bytes(older({"w": (1, [1.0, -1])}))
+    with pytest.raises(InputError, match="w: a sum or count is negative"):
+        imatrix.read(path)
+
+
 @pytest.mark.parametrize("fault", ["text", "model", "negative", "nan", "counts", "f16", "chunks"])
 def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: Path) -> None:
     path = tmp_path / "x.gguf"
@@ -122,7 +155,7 @@ def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: 
     with pytest.raises(InputError) as e:
         imatrix.read(source if fault == "model" else path)
     messages = {
-        "text": "llama-imatrix --in-file x.gguf",
+        "text": "not an importance matrix, or truncated",
         "model": "not an importance matrix",
         "counts": "w.counts",
         "f16": "w.in_sum2",
