@@ -105,14 +105,15 @@ def files(folder: Path) -> list[Path]:
         return found
     names = sorted(set(weight_map(indexes[0]).values()))
     missing = [n for n in names if not (folder / n).is_file()]
+    extra = [p.name for p in found if p.name not in names]
     if missing:
+        whole = f", or remove {indexes[0].name} if {extra[0]} has everything" if extra else ""
         raise InputError(
             f"{folder}: shards named in the index are missing",
             expected=f"{len(names)} shards",
             found=f"{missing[:8]} missing",
-            fix="download them again",
+            fix=f"download them again{whole}",
         )
-    extra = [p.name for p in found if p.name not in names]
     if extra:
         raise InputError(
             f"{folder}: safetensors files that the index does not name",

@@ -509,6 +509,14 @@ def test_folders_above_a_model(inner: str, family: Path, tmp_path: Path) -> None
     refused(given, tmp_path / "o.gguf", None, InputError, f"(?i)name the file in it: {folder}/m")
 
 
+def test_an_index_that_a_later_checkpoint_left_behind(family: Path, tmp_path: Path) -> None:
+    folder = copy(family, "target", tmp_path)
+    index = {"weight_map": {"a.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    says = r"shards .* missing.*or remove model\.safetensors\.index\.json.*model\.safetensors"
+    refused(folder, tmp_path / "o.gguf", None, InputError, says)
+
+
 def test_broken_config(family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
     for raw, says in (
