@@ -13,11 +13,12 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import GGUF, ValueType
+from g4spec.gguf import GGUF, ValueType, boolean, string
 from g4spec.models.spec import NORMAL, USER_DEFINED
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import ERROR
 from tests.support import faults, tiny, tiny_drafts
+from tests.support.rewritten_files import rewritten, same
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-speculators", "assistant")
@@ -188,6 +189,20 @@ def test_a_draft_by_llama_cpp_lacks_what_it_computes_with(
     path = _by_llama_cpp(family / f"{kind}.gguf", tmp_path / "x.gguf")
     report = _validate(family, kind, path)
     assert {f.finding.where for f in report.failures if f.rule.severity is ERROR} == LACKING[kind]
+
+
+def test_a_draft_of_a_target_by_ollama_has_the_usual_tokenizer(
+    family: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "tokenizer.ggml.model": string("llama"),
+        "tokenizer.ggml.pre": string("gemma4"),
+        "tokenizer.ggml.add_bos_token": boolean(False),
+    }
+    target = rewritten(family / "target.gguf", tmp_path / "ollama.gguf", same, keys)
+    rules = ["G4-PAIR-011", "G4-PAIR-017"]
+    report = validate(family / "dflash.gguf", target, only=rules)
+    assert [f.where for f in report.findings] == ["tokenizer.ggml.pre"]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from g4spec.convert import provenance
-from g4spec.convert.tokenizer import BYTE_TOKEN, STOP_IDS
+from g4spec.convert.tokenizer import BYTE_TOKEN, STOP_IDS, usual_keys
 from g4spec.models.spec import BYTE, CONTROL
 from g4spec.runtime.template import syntax_error
 from g4spec.validate.needs import Needs
@@ -126,6 +126,8 @@ def added(s: Subject) -> Findings:
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         key = f"tokenizer.ggml.{name}"
         mine, its = s.flag(key), _target(s).flag(key)
+        if key in usual_keys(_target(s).open_file):  # the conversion changes Ollama's
+            continue
         if mine is not None and its is not None and mine != its:
             yield Finding(key, its, mine, FROM_TARGET)
 
@@ -173,9 +175,10 @@ def settings(s: Subject) -> Findings:
     another value shows that the draft was converted with another revision, or edited. Its mask
     token is the draft's own."""
     target = _target(s)
+    changed = usual_keys(target.open_file)
     named = (key for key in {**target.keys, **s.keys} if key.startswith("tokenizer.ggml."))
     for key in named:
-        if key in COMPARED or (key not in target.keys and key == MASK):
+        if key in COMPARED or key in changed or (key not in target.keys and key == MASK):
             continue
         mine, its = _value(s, key), _value(target, key)
         if mine != its and key != MASK:
