@@ -18,12 +18,20 @@ from g4spec.gguf.header import TensorInfo
 
 _PART = re.compile(r"\.attn_[qkv]\.")
 _WHOLE = ".attn_qkv."
+_HALF, _BOTH = re.compile(r"\.ffn_(gate|up)_exps\."), ".ffn_gate_up_exps."
+_HALVES = ".ffn_gate_exps.", ".ffn_up_exps."
 _GAINS, _OLD_GAINS = ".ffn_down_exps.scale", ".ffn_gate_inp.per_expert_scale"
 
 
 def whole_name(name: str) -> str:
     """Return the name of the tensor that may hold tensor `name` too; of other tensors their own."""
     return _PART.sub(_WHOLE, name)
+
+
+def same_inputs(name: str) -> tuple[str, ...]:
+    """Return the names of matrices that have the inputs of matrix `name`, itself first."""
+    joined = _HALF.sub(_BOTH, name)
+    return name, whole_name(name), joined, *(joined.replace(_BOTH, half) for half in _HALVES)
 
 
 def separate(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

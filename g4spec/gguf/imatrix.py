@@ -75,7 +75,7 @@ class Imatrix:
 
         Raises InputError for an entry of another shape.
         """
-        entry = self.entries.get(name) or self.entries.get(fused.whole_name(name))
+        entry = next((self.entries[n] for n in fused.same_inputs(name) if n in self.entries), None)
         if entry is None:
             return None
         experts, sums = shape[0] if len(shape) > 2 else 1, entry.sums

@@ -72,6 +72,17 @@ def test_fused_projections_have_one_entry() -> None:
     assert made.weights("blk.0.attn_output.weight", (4, 2)) is None
 
 
+@pytest.mark.parametrize("name", ["gate", "up", "gate_up"])
+@pytest.mark.parametrize("collected", ["gate", "gate_up"])
+def test_gate_and_up_projections_have_the_same_inputs(name: str, collected: str) -> None:
+    """Files have them apart or in one tensor, and imatrix files were made from either."""
+    entry = Entry(np.float32([[2, 6], [1, 1]]), np.array([2, 1]))
+    made = Imatrix({f"blk.0.ffn_{collected}_exps.weight": entry}, 1, 512)
+    got = made.weights(f"blk.0.ffn_{name}_exps.weight", (2, 4, 2))
+    assert got is not None and got.tolist() == [[0.5, 1.5], [1, 1]]
+    assert made.weights("blk.0.ffn_down_exps.weight", (2, 4, 2)) is None
+
+
 def test_weights_are_means_of_each_expert() -> None:
     sums = np.float32([[2, 6], [0, 0], [5, 5]])
     made = Imatrix({"w": Entry(sums, np.array([2, 0, 0]))}, 1, 512)
