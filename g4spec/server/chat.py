@@ -311,8 +311,6 @@ async def full_response(generation: Generation, request: ChatRequest) -> dict[st
 async def stream_response(generation: Generation, request: ChatRequest) -> Events:
     """Yield the response as events."""
     writer = _Chunks(generation, request)
-    for text in generation.texts:
-        yield writer.chunk(text, {"role": "assistant", "content": None, "refusal": None})
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
             for piece in writer.pieces(text, delta):
@@ -336,12 +334,17 @@ class _Chunks:
         self._generation, self._request = generation, request
         self.usage = bool(request.stream_options and request.stream_options.include_usage)
         self._pending: list[list[Token]] = [[] for _ in generation.texts]
+        self._begun: set[int] = set()
 
     def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
-        """Return the chunks of a delta."""
+        """Return the chunks of a delta. Clients take the first chunk, which has the role, for the
+        first token, so there is none before."""
         pending = self._pending[text.index]
         pending += delta.tokens
         out = []
+        if text.index not in self._begun:
+            self._begun.add(text.index)
+            out.append(self.chunk(text, {"role": "assistant", "content": None, "refusal": None}))
         if delta.progress is not None:
             news = {"prompt_progress": response_parts.progress(text, delta.progress)}
             out.append(self.chunk(text, {}, more=news))

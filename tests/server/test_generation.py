@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from g4spec.core import Cycle
 from g4spec.gguf import GGUF
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import chat
+from g4spec.server.fields import ChatRequest
 from g4spec.server.generation import Assembler, Delta, PlainReader, Token
 from g4spec.server.output_parser import AnswerStream, Event, Marks, Parser, TextEvent, merge_events
 from g4spec.server.response_parts import CompletionLogprobs
@@ -182,3 +188,32 @@ def test_logprobs_of_completions_count_whole_characters(tokenizer: Tokenizer) ->
         streamed = CompletionLogprobs(tokenizer)
         first, second = streamed.of(tokens[:cut]), streamed.of(tokens[cut:])
         assert {key: first[key] + second[key] for key in whole} == whole
+
+
+def test_streams_have_no_chunk_before_the_first_token() -> None:
+    """Load generators take the first chunk for the first token."""
+    texts = [SimpleNamespace(index=i) for i in range(2)]
+    computed: list[int] = []
+
+    async def deltas() -> AsyncIterator[tuple[Any, Delta]]:
+        for text in texts:
+            computed.append(text.index)
+            yield text, Delta([TextEvent("a")])
+
+    named = SimpleNamespace(settings=SimpleNamespace(model="m"))
+    generation: Any = SimpleNamespace(texts=texts, deltas=deltas, service=named, id="1", created=0)
+
+    async def received() -> list[tuple[int, dict[str, Any], list[int]]]:
+        out = []
+        async for each in chat.stream_response(
+            generation, ChatRequest(messages=[{"role": "user"}])
+        ):
+            if "[DONE]" not in each:
+                choice = json.loads(each.removeprefix("data: "))["choices"][0]
+                out.append((choice["index"], choice["delta"], list(computed)))
+        return out
+
+    begin = {"role": "assistant", "content": None, "refusal": None}
+    assert asyncio.run(received()) == [
+        (i, delta, list(range(i + 1))) for i in range(2) for delta in (begin, {"content": "a"})
+    ]
