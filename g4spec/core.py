@@ -264,6 +264,10 @@ class TargetView(Protocol):
         """Return the KV cache of a target layer."""
 
 
+Logprobs = tuple[float, list[tuple[int, float]]]
+"""The log-probability of a token, and the top (id, log-probability) pairs in its place."""
+
+
 @dataclass(slots=True)
 class Cycle:
     """The result of one cycle for one sequence.
@@ -289,7 +293,7 @@ class Cycle:
     accepted: int = 0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
-    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     draft_failed: str | None = None
     error: Exception | None = None
     decision: Any = None

@@ -39,6 +39,7 @@ completions of one prompt."""
 _COUNT = Range(lambda x: 1 <= x <= MAX_COUNT, f"1 to {MAX_COUNT}")
 _PARALLEL = Range(lambda x: 1 <= x <= MAX_PARALLEL, f"1 to {MAX_PARALLEL}")
 _POSITIVE = Range(lambda x: x >= 1, ">= 1")
+_NOT_NEGATIVE = Range(lambda x: x >= 0, ">= 0")
 _OPENAI_PENALTY = Range(lambda x: -2 <= x <= 2, "in [-2, 2]", Real)
 
 RANGES = {
@@ -59,7 +60,8 @@ RANGES = {
     "pool": _POSITIVE,
     "prefix_cache": Range(lambda x: x >= 0, ">= 0 (0 disables it)"),
     "repeats": _COUNT,
-    "logprobs": Range(lambda x: x >= 0, ">= 0"),
+    "logprobs": _NOT_NEGATIVE,
+    "prompt_logprobs": _NOT_NEGATIVE,
     "accept_length": Range(
         lambda x: 1 <= x <= MAX_DRAFT + 1,
         f"1 to {MAX_DRAFT + 1}, the target's own token included",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from g4spec import ranges
-from g4spec.core import MAX_DRAFT, Cycle
+from g4spec.core import MAX_DRAFT, Cycle, Logprobs
 from g4spec.errors import UsageError
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
@@ -46,6 +46,8 @@ class Options:
             token, None: none. They belong to the unfiltered distribution at temperature 1.
         sampled_logprobs: `logprobs` belong to the distribution that tokens are sampled from: after
             bias, penalties, mask, filters and temperature.
+        prompt_logprobs: as `logprobs`, for the tokens of the prompt after the first, in cycles of
+            prefill (`Progress`). The prompt is computed without the prefix cache.
         n: number of completions, 1 to 1024; completion i uses the sampler's seed + i.
         mask: function from the tokens so far to the allowed next tokens (bool [V], or None for
             all), for grammars.
@@ -61,13 +63,14 @@ class Options:
     ignore_eos: bool = False
     logprobs: int | None = None
     sampled_logprobs: bool = False
+    prompt_logprobs: int | None = None
     n: int = 1
     mask: Mask | None = None
     stream: Callable[[], TextStream] | None = None
     progress: bool = False
 
     def __post_init__(self) -> None:
-        ranges.check_fields(self, ("n_predict", "draft_max", "logprobs", "n"))
+        ranges.check_fields(self, ("n_predict", "draft_max", "logprobs", "prompt_logprobs", "n"))
         if not isinstance(self.sampler, Sampler):
             raise UsageError("`sampler`", expected="a Sampler", found=repr(self.sampler))
         several = isinstance(self.stop, Iterable) and not isinstance(self.stop, str)
@@ -154,7 +157,8 @@ class Stats:
 
 @dataclass(slots=True)
 class Progress(Cycle):
-    """Progress of the prefill of a request (`Options.progress`).
+    """Progress of the prefill of a request (`Options.progress`), or `logprobs` of prompt tokens
+    (`Options.prompt_logprobs`).
 
     Attributes:
         read: number of prompt tokens computed so far.
@@ -290,11 +294,12 @@ class Request:
         """Return True if iteration would yield or end without waiting."""
         return bool(self._cycles) or self.done
 
-    def record_prefill(self, count: int) -> None:
-        """Record that the first `count` prompt tokens have been computed."""
+    def record_prefill(self, count: int, logprobs: Sequence[Logprobs] = ()) -> None:
+        """Record that the first `count` prompt tokens have been computed; `logprobs` are those of
+        the tokens after the new ones, if requested."""
         self.stats.read_tokens = count
-        if self.options.progress:
-            self._cycles.append(Progress([], [], read=count))
+        if self.options.progress or logprobs:
+            self._cycles.append(Progress([], [], logprobs=list(logprobs), read=count))
             self._notify()
 
     def append(self, cycle: Cycle, *, first: bool = False) -> int:

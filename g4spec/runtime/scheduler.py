@@ -148,7 +148,8 @@ class Scheduler:
         prompt = task.request.prompt
         positions = len(task.ids) + MAX_STEP_ROWS
         spare = len(self.running)  # each may need a page before long
-        snapshot = self.prefix.find(prompt, task.drafting)
+        whole = task.request.options.prompt_logprobs is not None
+        snapshot = None if whole else self.prefix.find(prompt, task.drafting)
         shared = snapshot.pages if snapshot else []
         missing = pages_of(positions) - len(shared) + spare - self.pool.n_free
         if self.running and missing > 0 and missing > self.prefix.n_evictable(shared):
@@ -225,18 +226,22 @@ class Scheduler:
             task = prefilling[0]
             began = time.perf_counter()
             try:
-                cost = self._prefill_part(task, rows)
+                part = self._prefill_part(task, rows)
+            except InputError as error:  # logits that are not finite
+                self._finish(task, "error", error)
+                prefilling.pop(0)
+                continue
             except torch.OutOfMemoryError as error:  # no other request reads its rows
                 self._finish(task, "error", prefill.out_of_memory(error))
                 prefilling.pop(0)
                 continue
-            if not cost:
+            if part is None:
                 break
-            rows -= cost
+            rows -= part.cost
             stats = task.request.stats
             stats.prefill_seconds += time.perf_counter() - began
             if stats.read_tokens < task.seq.n_read <= task.n_prompt:
-                task.request.record_prefill(task.seq.n_read)
+                task.request.record_prefill(task.seq.n_read, part.logprobs)
             if not task.in_prefill:
                 prefilling.pop(0)
                 if len(task.ids) == task.n_prompt:
@@ -245,20 +250,19 @@ class Scheduler:
                     stats.prefill_seconds += time.perf_counter() - began
         return True
 
-    def _prefill_part(self, task: Task, max_rows: int) -> int:
-        """Compute the next part of a prompt (`prefill.compute_part`). Return the rows it counts as;
-        0 if a block is more than `max_rows`."""
+    def _prefill_part(self, task: Task, max_rows: int) -> prefill.Part | None:
+        """Compute the next part of a prompt, as `prefill.compute_part`, and count its rows."""
         s = task.seq
         part = prefill.compute_part(task, max_rows, self.target, self.draft, self._cycle_between)
         if part is None:
-            return 0
+            return None
         s.n_read += len(part.rows.batch)
         if s.n_read == task.n_prompt:
             self._last_hidden = part.rows.hidden[-1:].clone()  # a view would keep the whole chunk
         if task.snapshot_points and s.n_read == task.snapshot_points[0]:
             task.snapshot_points.pop(0)
             self.prefix.take_snapshot(s)
-        return part.cost
+        return part
 
     def _first_token(self, task: Task) -> None:
         """Choose the first token after the prompt, from the logits of its last row."""

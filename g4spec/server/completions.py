@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from g4spec.core import Logprobs
 from g4spec.server import grammar, options, response_parts
 from g4spec.server.fields import CompletionRequest
 from g4spec.server.generation import Delta, Token
@@ -27,12 +29,6 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
         raise RequestError(
             400, "best_of: only the value of n is supported; leave it out", param="best_of"
         )
-    if request.echo and request.logprobs is not None:
-        raise RequestError(
-            400,
-            "echo with logprobs is not supported (prompts have no log-probabilities); set only one",
-            param="echo",
-        )
     constraint = None
     if request.grammar:
         if request.ignore_eos:
@@ -43,10 +39,16 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
             )
         lark = await asyncio.to_thread(grammar.to_lark, request.grammar)
         constraint = grammar.whole_text(None, user=lark)
-    n_predict = (
-        request.max_tokens or request.n_predict or service.settings.n_predict or DEFAULT_TOKENS
+    n_predict = request.n_predict or service.settings.n_predict or DEFAULT_TOKENS
+    if request.max_tokens is not None:
+        n_predict = max(request.max_tokens, 1)  # the engine chooses a token in any case
+    engine_options = options.options(
+        service,
+        request,
+        n_predict,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
     )
-    engine_options = options.options(service, request, n_predict, logprobs=request.logprobs)
     engine_options = replace(
         engine_options, progress=bool(request.stream and request.return_progress)
     )
@@ -92,36 +94,92 @@ def _words(delta: Delta) -> str:
     return "".join(piece.text for piece in delta.events if isinstance(piece, TextEvent))
 
 
+@dataclass(slots=True)
+class _Piece:
+    """The next part of a text.
+
+    Attributes:
+        first: the first token of the prompt, before `tokens`; None if they do not begin there.
+        finish, progress: see `Delta`.
+    """
+
+    words: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    first: int | None = None
+    finish: str | None = None
+    progress: int | None = None
+
+
+async def _pieces(
+    generation: Generation, request: CompletionRequest
+) -> AsyncGenerator[tuple[Text, _Piece], None]:
+    """Yield what the texts consist of: with `echo` first the prompt, as soon as there is a token
+    after it."""
+    read: dict[int, list[Logprobs] | None] = {text.index: [] for text in generation.texts}
+    async with aclosing(generation.deltas()) as deltas:
+        async for text, delta in deltas:
+            found = read[text.index]
+            if found is not None:
+                found += delta.prompt_logprobs
+            if request.echo and delta and found is not None:
+                read[text.index] = None
+                yield text, _prompt(generation, request, text, found)
+            piece = _Piece(finish=delta.finish, progress=delta.progress)
+            if request.max_tokens != 0:
+                piece.words, piece.tokens = _words(delta), delta.tokens
+            elif delta.finish:
+                piece.finish = "length"
+            if delta or delta.progress is not None:
+                yield text, piece
+
+
+def _prompt(
+    generation: Generation, request: CompletionRequest, text: Text, found: list[Logprobs]
+) -> _Piece:
+    words, ids = _echo(generation, request, text), text.request.prompt
+    if request.logprobs is None:
+        return _Piece(words)
+    tokens = [Token(id, *logprobs) for id, logprobs in zip(ids[1:], found, strict=True)]
+    return _Piece(words, tokens, first=ids[0])
+
+
+def _usage(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
+    usage = response_parts.usage(generation)
+    if request.max_tokens == 0:
+        usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+    return usage
+
+
 def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str:
-    if not request.echo:
-        return ""
     prompt = prompts(request.prompt)[text.index // generation.job.n]
     return prompt if isinstance(prompt, str) else generation.service.tokenizer.decode(prompt)
 
 
 async def full_response(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
     """Return the complete response body."""
-    texts = [_echo(generation, request, text) for text in generation.texts]
-    tokens: list[list[Token]] = [[] for _ in texts]
-    async with aclosing(generation.deltas()) as deltas:
-        async for text, delta in deltas:
-            texts[text.index] += _words(delta)
-            tokens[text.index] += delta.tokens
+    wholes = [_Piece() for _ in generation.texts]
+    async with aclosing(_pieces(generation, request)) as pieces:
+        async for text, piece in pieces:
+            whole = wholes[text.index]
+            whole.words += piece.words
+            whole.tokens += piece.tokens
+            whole.first = whole.first if piece.first is None else piece.first
+            whole.finish = piece.finish
     choices = []
-    for text in generation.texts:
+    for index, whole in enumerate(wholes):
         logprobs = None
         if request.logprobs is not None:
             found = response_parts.CompletionLogprobs(generation.service.tokenizer)
-            logprobs = found.of(tokens[text.index])
+            logprobs = found.of(whole.tokens, first=whole.first)
         choices.append(
             {
-                "index": text.index,
-                "text": texts[text.index],
+                "index": index,
+                "text": whole.words,
                 "logprobs": logprobs,
-                "finish_reason": text.finish,
+                "finish_reason": whole.finish,
             }
         )
-    out = {**_head(generation), "choices": choices, "usage": response_parts.usage(generation)}
+    out = {**_head(generation), "choices": choices, "usage": _usage(generation, request)}
     return out | (
         {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
     )
@@ -134,34 +192,32 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         response_parts.CompletionLogprobs(generation.service.tokenizer) for _ in generation.texts
     ]
 
-    def chunk(
-        text: Text,
-        words: str,
-        tokens: list[Token],
-        finish: str | None = None,
-        progress: int | None = None,
-    ) -> str:
-        logprobs = found[text.index].of(tokens) if tokens else None
+    def chunk(text: Text, piece: _Piece) -> str:
+        logprobs = None
+        if piece.tokens or piece.first is not None:
+            logprobs = found[text.index].of(piece.tokens, first=piece.first)
         out = _head(generation)
         out["choices"] = [
-            {"index": text.index, "text": words, "logprobs": logprobs, "finish_reason": finish}
+            {
+                "index": text.index,
+                "text": piece.words,
+                "logprobs": logprobs,
+                "finish_reason": piece.finish,
+            }
         ]
         if include_usage:
             out["usage"] = None
-        if finish or request.timings_per_token:
+        if piece.finish or request.timings_per_token:
             out["timings"] = response_parts.timings(text)
-        if progress is not None:
-            out["prompt_progress"] = response_parts.progress(text, progress)
+        if piece.progress is not None:
+            out["prompt_progress"] = response_parts.progress(text, piece.progress)
         return event(out)
 
-    for text in generation.texts:
-        if echo := _echo(generation, request, text):
-            yield chunk(text, echo, [])
-    async with aclosing(generation.deltas()) as deltas:
-        async for text, delta in deltas:
-            yield chunk(text, _words(delta), delta.tokens, delta.finish, delta.progress)
+    async with aclosing(_pieces(generation, request)) as pieces:
+        async for text, piece in pieces:
+            yield chunk(text, piece)
     if include_usage:
-        last = {**_head(generation), "choices": [], "usage": response_parts.usage(generation)}
+        last = {**_head(generation), "choices": [], "usage": _usage(generation, request)}
         if len(found) == 1:
             last["timings"] = response_parts.timings(generation.texts[0])
         yield event(last)

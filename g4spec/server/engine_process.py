@@ -122,7 +122,7 @@ class RequestRelay:
                 self._begun = True
                 # Unqueued: the next step may crash the process.
                 channel.send_now("begun", self._number, copy_stats(request.stats))
-            if self._progress or not isinstance(cycle, Progress):
+            if self._progress or cycle.logprobs or not isinstance(cycle, Progress):
                 send("cycle", self._number, cycle, copy_stats(request.stats), *self._new_text())
         if request.done:
             error = request.error

@@ -321,6 +321,7 @@ class CompletionRequest(OpenAI):
     """A body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
     n_predict: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from g4spec.core import Cycle
+from g4spec.core import Cycle, Logprobs
 from g4spec.runtime.request import Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.output_parser import CallEvent, Event, TextEvent, merge_events
@@ -68,6 +68,7 @@ class Delta:
         stop: the stop string that ended the answer.
         ids: all tokens generated since the previous delta, including marks.
         progress: prompt tokens read so far, if requested (`Options.progress`).
+        prompt_logprobs: those of the next prompt tokens, if requested.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Delta:
     stop: str | None = None
     ids: list[int] = field(default_factory=list)
     progress: int | None = None
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.events or self.tokens or self.finish)

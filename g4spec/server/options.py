@@ -59,13 +59,14 @@ def options(
     n_predict: int,
     *,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     banned: tuple[int, ...] = (),
 ) -> Options:
     """Return the engine options of a request.
 
     Args:
         n_predict: maximum number of new tokens.
-        logprobs: see `Options`.
+        logprobs, prompt_logprobs: see `Options`.
     """
     stops = fields.stop if isinstance(fields.stop, list) else [fields.stop or ""]
     stops = [stop for stop in stops if stop]
@@ -80,6 +81,7 @@ def options(
         tuple(stops),
         bool(fields.ignore_eos),
         logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -135,19 +135,28 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._text, self._offset = tokenizer, tokenizer.stream(), 0
 
-    def of(self, tokens: Sequence[Token]) -> dict[str, Any]:
+    def of(self, tokens: Sequence[Token], *, first: int | None = None) -> dict[str, Any]:
         """Return the object of the next tokens.
 
-        `text_offset` is the number of characters that are complete before each token.
+        `text_offset` is the number of characters that are complete before each token, and
+        `top_logprobs` has the token besides the most likely ones.
+
+        Args:
+            first: the first token of a prompt, which has no log-probability; it precedes `tokens`.
         """
+        begin = [] if first is None else [first]
         starts = []
-        for t in tokens:
+        for id in [*begin, *(t.id for t in tokens)]:
             starts.append(self._offset)
-            self._offset += len(self._text.push([t.id]))
+            self._offset += len(self._text.push([id]))
+        tops = [dict([*t.top, (t.id, t.logprob)]) for t in tokens]
         return {
-            "tokens": [self._name(t.id) for t in tokens],
-            "token_logprobs": [finite(t.logprob) for t in tokens],
-            "top_logprobs": [{self._name(i): finite(value) for i, value in t.top} for t in tokens],
+            "tokens": [self._name(id) for id in [*begin, *(t.id for t in tokens)]],
+            "token_logprobs": [*(None for _ in begin), *(finite(t.logprob) for t in tokens)],
+            "top_logprobs": [
+                *(None for _ in begin),
+                *({self._name(i): finite(value) for i, value in top.items()} for top in tops),
+            ],
             "text_offset": starts,
         }
 

@@ -319,7 +319,10 @@ class Generation:
             async with aclosing(text.request.__aiter__()) as cycles:
                 async for cycle in cycles:
                     if isinstance(cycle, Progress):
-                        yield Delta(progress=cycle.read)
+                        wanted = text.request.options.progress
+                        yield Delta(
+                            progress=cycle.read if wanted else None, prompt_logprobs=cycle.logprobs
+                        )
                         continue
                     now = time.perf_counter()
                     if first:

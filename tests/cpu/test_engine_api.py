@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from g4spec.core import Batch, Cycle, Work
+from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Work
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.models import ngram
 from g4spec.ops.sampling import NotFinite, Sampler
@@ -1334,7 +1334,7 @@ def test_recomputed_tokens_do_not_hold_up_running_texts(
     counts: list[int] = []
     part = on.scheduler._prefill_part
 
-    def noted(task: Any, max_rows: int) -> int:
+    def noted(task: Any, max_rows: int) -> Any:
         if task.seq.n_read >= task.n_prompt:
             counts[-1] += 1
         return part(task, max_rows)
@@ -1346,3 +1346,30 @@ def test_recomputed_tokens_do_not_hold_up_running_texts(
     assert max(counts) == most and sum(counts) >= 70 // 16 and first.done, counts
     read = [cycle.read for cycle in second if isinstance(cycle, Progress)]
     assert read == sorted(set(read)) and read[-1] == second.stats.read_tokens == len(PROMPTS[1])
+
+
+def test_log_probabilities_of_a_prompt_come_once_and_without_the_prefix_cache() -> None:
+    """Also if the request is preempted during its prompt. They are those that a prompt which ends
+    there has for its next token."""
+    rng = random.Random(8)
+    prompt = [2, *batch_invariance.tokens(rng, 600)]
+    on = memory_engine.engine(
+        None, n_ctx=768, parallel=2, pool=2000, prefix_bytes=batch_invariance.PREFIX_BYTES
+    )
+    list(on.generate(prompt, Options(1)))
+    other = on.submit(PROMPTS[0], Options(60, ignore_eos=True))  # makes parts of one block
+    request = on.submit(prompt, Options(1, logprobs=2, prompt_logprobs=2))
+    while request.stats.read_tokens < PROMPT_BLOCK:
+        on.step()
+    on.scheduler._preempt(on.scheduler.running[-1])
+    cycles = list(request)
+    found = [each for cycle in cycles if isinstance(cycle, Progress) for each in cycle.logprobs]
+    assert len(found) == len(prompt) - 1 and not request.stats.cached_tokens
+    for end in (1, 512, 513, 600):
+        (cycle,) = on.generate(prompt[:end], Options(1, logprobs=mm.V, draft_max=0))
+        wanted = cycle.logprobs[0][1]
+        value, top = found[end - 1]
+        assert value == pytest.approx(dict(wanted)[prompt[end]], abs=1e-4)
+        assert [i for i, _ in top] == [i for i, _ in wanted[:2]]
+        assert [x for _, x in top] == pytest.approx([x for _, x in wanted[:2]], abs=1e-4)
+    other.cancel()

@@ -166,6 +166,7 @@ def test_requests_give_the_same_answers(remote: Served, local: Served) -> None:
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "draft_max": 4}),
         ("/v1/completions", {"prompt": "The cat", "seed": 4, "n": 2, "logprobs": 2}),
+        ("/v1/completions", {"prompt": "The cat", "seed": 4, "echo": True, "logprobs": 1}),
         ("/v1/completions", {"prompt": "import os\n", "stop": ["\n\n", "e"], "temperature": 0}),
         ("/completion", {"prompt": "1 2 3", "grammar": 'root ::= "a" [0-9]+ "b"', "seed": 1}),
         ("/v1/chat/completions", {"messages": hello, "seed": 5, "stop": ["e"]}),

@@ -272,6 +272,8 @@ def test_parallel_calls_can_be_switched_off(client: openai.OpenAI) -> None:
     assert one.choices[0].finish_reason == "tool_calls"
 
 
+NAMES = ("tokens", "token_logprobs", "top_logprobs")
+
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "text": {"temperature": 0},
     "several": {"n": 2, "best_of": 2},
@@ -319,6 +321,37 @@ def test_completions_whole_streamed_and_undrafted(
         assert texts[0].startswith("def main()" if name == "echo" else "")
     if name == "grammar":
         assert texts[0] in ("yes", "no")
+
+
+def test_echoed_prompts_have_log_probabilities(busy: Served, plain: Served) -> None:
+    """As evaluation programs use them: of token ids, with no new tokens."""
+    begin = plain.post("/tokenize", content="def main():", add_special=True)["tokens"]
+    n, n_all = len(begin), len(begin) + 6
+    asked: dict[str, Any] = {"prompt": begin, "n_predict": 6, "temperature": 0, "n_probs": 2}
+    told = plain.post("/completion", **asked, return_tokens=True, ignore_eos=True)
+    body: dict[str, Any] = {"prompt": begin + told["tokens"], "temperature": 0, "seed": 1}
+    body |= {"echo": True, "logprobs": 1}
+    whole = busy.post("/v1/completions", **body, max_tokens=0)
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "length" and choice["text"].endswith(told["content"])
+    assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["total_tokens"] == n_all
+    found = choice["logprobs"]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    values = [p["logprob"] for p in told["completion_probabilities"]]
+    assert found["token_logprobs"][n:] == pytest.approx(values, abs=1e-4)
+    for name, value, top in list(zip(*map(found.get, NAMES), strict=True))[1:]:
+        assert top[name] == value and len(top) == 1 + (max(top.values()) > value)
+    ends = [*found["text_offset"][1:], len(choice["text"])]
+    parts = [choice["text"][a:b] for a, b in zip(found["text_offset"], ends, strict=True)]
+    assert parts[0] == "" and parts[1:] == found["tokens"][1:]
+
+    pieces = busy.stream("/v1/completions", **body, max_tokens=3, stream_options={})
+    more = busy.post("/v1/completions", **body, max_tokens=3)["choices"][0]
+    streamed = [c["choices"][0] for c in pieces]
+    assert "".join(c["text"] for c in streamed) == more["text"]
+    for name, entries in more["logprobs"].items():
+        assert entries == [x for c in streamed if c["logprobs"] for x in c["logprobs"][name]]
+        assert entries[:n_all] == found[name] and len(entries) == n_all + 3
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -542,7 +575,6 @@ def test_the_seed_minus_one_is_random(busy: Served, path: str) -> None:
 def test_unsupported_completions_are_refused(busy: Served) -> None:
     for more, message in (
         ({"best_of": 2}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo with logprobs"),
         ({"suffix": "x"}, "suffix"),
         ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
         ({"prompt": []}, "empty"),
