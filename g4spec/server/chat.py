@@ -378,8 +378,7 @@ class _Chunks:
         out["choices"] = [
             {"index": text.index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         ]
-        if self.usage:
-            out["usage"] = None
+        out |= response_parts.chunk_usage(self._request.stream_options, text)
         if finish or (self._request.timings_per_token and "role" not in delta):
             out["timings"] = response_parts.timings(text)
         return event(out | (more or {}))

@@ -205,8 +205,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
                 "finish_reason": piece.finish,
             }
         ]
-        if include_usage:
-            out["usage"] = None
+        out |= response_parts.chunk_usage(request.stream_options, text)
         if piece.finish or request.timings_per_token:
             out["timings"] = response_parts.timings(text)
         if piece.progress is not None:

@@ -152,9 +152,10 @@ class ModelRequest(Loose):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Options of a stream; continuous_usage_stats is vLLM's."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 

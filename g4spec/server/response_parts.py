@@ -8,6 +8,7 @@ from typing import Any
 
 from g4spec import __version__
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.fields import StreamOptions
 from g4spec.server.generation import Token
 from g4spec.server.service import Generation, Text
 
@@ -27,6 +28,18 @@ def usage(generation: Generation) -> dict[str, Any]:
             "reasoning_tokens": sum(text.assembler.thoughts for text in texts)
         },
     }
+
+
+def chunk_usage(options: StreamOptions | None, text: Text) -> dict[str, Any]:
+    """Return the field `usage` of a chunk: null, or with vLLM's `continuous_usage_stats` the tokens
+    of its text so far; nothing without `include_usage`."""
+    if options is None or not options.include_usage:
+        return {}
+    if not options.continuous_usage_stats:
+        return {"usage": None}
+    prompt, completion = len(text.request.prompt), text.request.stats.tokens
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return {"usage": {**counts, "total_tokens": prompt + completion}}
 
 
 def timings(text: Text, read: int | None = None) -> dict[str, Any]:

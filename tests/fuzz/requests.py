@@ -71,7 +71,12 @@ FIELDS: dict[str, list[Any]] = {
     "max_tokens": [1, 2, 3, 0, -1, 1 << 40, None],
     "n": [1, 2, 3, 0, 1 << 30],
     "stream": [True, False, 1],
-    "stream_options": [{"include_usage": True}, {}, {"x": 1}],
+    "stream_options": [
+        {"include_usage": True},
+        {"include_usage": True, "continuous_usage_stats": True},
+        {},
+        {"x": 1},
+    ],
     "logit_bias": [{"5": 1}, {"x": 1}, {"-1": 1}, {"99999": 3}],
     "presence_penalty": [0, 2, -3],
     "frequency_penalty": [0, -2, 9],

@@ -354,6 +354,22 @@ def test_echoed_prompts_have_log_probabilities(busy: Served, plain: Served) -> N
         assert entries[:n_all] == found[name] and len(entries) == n_all + 3
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],
+)
+def test_each_chunk_has_the_usage_so_far(busy: Served, path: str, body: dict[str, Any]) -> None:
+    """As vLLM's, for programs that measure load."""
+    body = {**body, "max_tokens": 5, "ignore_eos": True}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = busy.stream(path, **body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 5
+    assert len({chunk["usage"]["prompt_tokens"] for chunk in chunks}) == 1
+    total = chunks[0]["usage"]["prompt_tokens"] + counts[0]
+    assert chunks[0]["usage"]["total_tokens"] == total and not chunks[-1]["choices"]
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("small").id == "tiny"
