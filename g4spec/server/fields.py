@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -285,11 +286,11 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of answers."""
+    """The format of answers. `schema` is llama.cpp's, which TGI and its clients call `value`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema_: Json | None = Field(None, alias="schema")
+    schema_: Json | None = Field(None, validation_alias=AliasChoices("schema", "value"))
 
 
 class TemplateOptions(Body):

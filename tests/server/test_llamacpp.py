@@ -404,6 +404,9 @@ def test_fields_of_chat_completions(busy: Served) -> None:
     loose = {"type": "json_object", "schema": {"const": "a"}}
     answer = busy.post("/chat/completions", **body, response_format=loose, verbose=True)
     assert answer["choices"][0]["message"]["content"] == '"a"'
+    loose = {"type": "json_object", "value": {"const": "b"}}  # as huggingface_hub sends it
+    answer = busy.post("/chat/completions", **body, response_format=loose, verbose=True)
+    assert answer["choices"][0]["message"]["content"] == '"b"'
     assert "Hi" in answer["__verbose"]["prompt"] and answer["system_fingerprint"]
     count = busy.post("/chat/completions/input_tokens", **body)["input_tokens"]
     assert count == answer["usage"]["prompt_tokens"]
