@@ -27,8 +27,13 @@ async def _error(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = f"{request.url.path:.200}"
+    fix = "GET /openapi.json lists all"
+    if path.startswith("/api/"):
+        fix = "Ollama's API is not supported, use a client of OpenAI's API with a base URL on /v1"
+    if path.startswith("/v1/v1/"):
+        fix = "set the client's base URL without /v1"
     what = {
-        404: f"no endpoint at {path}; GET /openapi.json lists all",
+        404: f"no endpoint at {path}; {fix}",
         405: f"{path} does not accept {request.method}; see GET /openapi.json",
     }
     response = await _refused(

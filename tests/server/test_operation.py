@@ -518,6 +518,14 @@ def test_a_slash_at_the_end_of_a_path_redirects_nowhere(busy: Served) -> None:
         assert f"no endpoint at {path}; GET /openapi.json" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [("/api/chat", "use a client of OpenAI's API"), ("/v1/v1/messages", "base URL without /v1")],
+)
+def test_a_path_of_a_wrong_setting_says_what_to_set(busy: Served, path: str, fix: str) -> None:
+    assert fix in busy.refused(path, {}, 404)["message"]
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
 def test_compressed_bodies_are_refused_by_name(busy: Served, encoding: str) -> None:
     """They were "not valid JSON"."""
