@@ -234,6 +234,19 @@ def test_a_draft_keeps_up_in_a_batch(
     assert compared and all(drafted[at][:7] == wanted[at][: len(drafted[at])] for at in compared)
 
 
+def test_log_probabilities_of_a_prompt(folder: Path) -> None:
+    """Those of generated tokens, which as a prompt are computed in blocks."""
+    engine = load(folder / "dense-calm.gguf", chunk=64)
+    run = engine.generate(PROMPT, Options(40, logprobs=3, ignore_eos=True))
+    wanted = [entry for cycle in run for entry in cycle.logprobs]
+    rated = engine.generate(PROMPT + run.ids, Options(1, prompt_logprobs=3))
+    found = [entry for cycle in rated for entry in cycle.logprobs]
+    assert len(found) == len(PROMPT) + 39
+    for (own, top), (want, other) in zip(found[-40:], wanted, strict=True):
+        assert abs(own - want) < TOLERANCE
+        assert [p for _, p in top] == pytest.approx([p for _, p in other], abs=TOLERANCE)
+
+
 def test_the_end_of_the_context(folder: Path) -> None:
     """Padding rows of the last steps are after the end, not at the beginning."""
     path, name = folder / "dense.gguf", folder / "zlab-dense.gguf"
