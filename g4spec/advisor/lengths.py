@@ -44,14 +44,20 @@ def full_length(draft: DraftModel, engine: str) -> int:
 def start_length(facts: Facts, draft: DraftModel, when: Situation) -> int:
     """Return the draft length to start with; 0 if unknown. Arguments as `find_advice`.
 
-    For SGLang it is the draft's block size: SGLang counts the anchor, and no recommendation is
+    SGLang counts the anchor. For a block draft it is the block size: no recommendation is
     published for it.
     """
     engine = when.engine or ""
     most, found = full_length(draft, engine), find_advice(facts, draft, when)
-    if engine == "sglang" or found is None:
+    if _whole_block(draft, engine) or found is None:
         return most
-    return min(found.code, most) if most else found.code
+    n = found.code + (engine == "sglang")
+    return min(n, most) if most else n
+
+
+def _whole_block(draft: DraftModel, engine: str) -> bool:
+    """Return True if the engine is given the draft's block size."""
+    return engine == "sglang" and draft.kind != "mtp"
 
 
 def advice_text(facts: Facts, draft: DraftModel, when: Situation) -> tuple[str, tuple[str, ...]]:
@@ -60,7 +66,7 @@ def advice_text(facts: Facts, draft: DraftModel, when: Situation) -> tuple[str, 
     engine = when.engine or ""
     most, found = full_length(draft, engine), find_advice(facts, draft, when)
     option = OPTIONS[engine]
-    if engine == "sglang":
+    if _whole_block(draft, engine):
         if not most:
             return "unknown how it counts this draft; keep its default", ("sglang-dflash",)
         return f"{option} {most}, the block with its anchor", ("sglang-dflash",)
@@ -71,8 +77,10 @@ def advice_text(facts: Facts, draft: DraftModel, when: Situation) -> tuple[str, 
             else "unknown"
         )
         return text, draft.ids
-    top = most or found.code
-    code, chat, streams = (min(n, top) for n in (found.code, found.chat, found.streams))
+    anchor = int(engine == "sglang")
+    top = most or found.code + anchor
+    advised = (found.code, found.chat, found.streams)
+    code, chat, streams = (min(n + anchor, top) for n in advised)
     limit = f" (at most {most})" if most and most > code else ""
     return (
         f"{option} {code} for code, {chat} for chat, {streams} with 4 to 8 requests{limit}",

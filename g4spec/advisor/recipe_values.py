@@ -66,6 +66,7 @@ def recipe_values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict)
         "named": f"-hf {shlex.quote(hub)}" if hub else f"-m {shlex.quote(model)}",
         "draft": drafted,
         "n": str(n),
+        "steps": str(n - 1),
         "n_reason": n_reason,
         "ctx": str(ctx),
         "tp": str(v.gpus),

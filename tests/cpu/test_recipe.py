@@ -394,10 +394,19 @@ def test_draft_lengths_follow_each_engines_convention() -> None:
     assert lengths.start_length(FACTS, zlab, Situation(engine="vllm", cc=(9, 0))) == 15
 
 
+@pytest.mark.parametrize(("model", "steps"), [("12b", 4), ("e2b", 2)])
+def test_sglang_is_told_steps_for_an_assistant(model: str, steps: int) -> None:
+    """It has no defaults for them: without, its draft worker multiplies by None."""
+    r = make("sglang", "H100", model, "mtp")
+    words = shlex.split(r.commands[0].replace("\\\n", " "))
+    given = {w: words[i + 1] for i, w in enumerate(words) if w.startswith("--spec")}
+    assert given["--speculative-num-steps"] == str(steps)
+    assert given["--speculative-eagle-topk"] == "1"
+    assert given["--speculative-num-draft-tokens"] == str(steps + 1)
+    assert not any("unknown" in p.text for p in r.parts)
+
+
 def test_an_unknown_length_is_not_written() -> None:
-    r = make("sglang", "RTX 4090", "12b", "mtp")
-    assert r.works and "--speculative-num-draft-tokens" not in r.commands[0]
-    assert any("unknown" in p.text for p in r.parts)
     r = make("sglang", "2x RTX 4090", "31b", "redhat-dflash")
     assert not r.works and r.unknown
 
