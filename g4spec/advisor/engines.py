@@ -328,10 +328,10 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
         None,
         None,
         (),
-        (),
+        tuple(p for p in facts.all(ProblemFact) if p.mark == "bad" and matches(p.when, s)),
         (),
         (),
         refusal,
         fix,
-        replace(s, engine="g4spec"),
+        s,
     )

@@ -58,8 +58,18 @@ def test_eagle_3_runs_in_llama_cpp() -> None:
     assert words[words.index("--spec-type") + 1] == "draft-eagle3"
     assert words[words.index("--spec-draft-n-max") + 1] == "5"
     old = make("llama.cpp", "RTX 5090", "31b", "redhat-eagle3", given=("llama.cpp=b9500",))
-    unknown = make("llama.cpp", "RTX 4090", "12b", "deepseek-eagle3-12b")
-    assert not old.works and not unknown.works
+    assert not old.works
+
+
+@pytest.mark.parametrize("machine", ["H100", "CPU 64GB"])
+@pytest.mark.parametrize("engine", recipe.SERVER)
+def test_drafts_that_an_engine_cannot_read_are_refused(engine: str, machine: str) -> None:
+    """Recipes downloaded them, the EAGLE-3 draft from a repository that does not exist."""
+    r = make(engine, machine, "12b", "deepseek-eagle3")
+    assert not r.works and any("Gemma4Eagle3Model" in why for _, why, _ in r.blocked)
+    r = make(engine, "H100", "12b", "deepseek-dflash")
+    assert r.works == (engine == "g4spec")
+    assert r.works or any("Gemma4DSparkModel" in why for _, why, _ in r.blocked)
 
 
 def test_the_cache_type_is_that_of_the_memory_plan() -> None:
