@@ -235,7 +235,7 @@ def test_volta_shared_memory_is_just_enough() -> None:
         ("RTX 4090", "12b", "mtp", ("vllm=0.25.0",), None, "0.24.0"),
         ("RTX 3090", "12b", "mtp", ("vllm=0.33.0",), "fp8", "bfloat16"),
         ("2x RTX 4090", "31b", "zlab", ("vllm=0.25.1",), None, "vllm>=0.28"),
-        ("2x RTX 4090", "31b", "redhat-dflash2", ("vllm=0.26.0",), None, "vllm>=0.28"),
+        ("2x RTX 4090", "31b", "redhat-dflash2", ("vllm=0.26.0",), None, "vllm>=0.29"),
         ("RTX 4090", "12b", "mtp", ("vllm=0.33.0", "driver=570.12"), None, "driver 580"),
         ("RTX 3090", "26b:autoround", "mtp", ("vllm=0.33.0",), None, "26b:awq"),
         ("T4", "e4b", "mtp", ("vllm=0.33.0",), None, "llama.cpp"),

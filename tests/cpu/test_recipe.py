@@ -72,6 +72,26 @@ def test_drafts_that_an_engine_cannot_read_are_refused(engine: str, machine: str
     assert r.works or any("Gemma4DSparkModel" in why for _, why, _ in r.blocked)
 
 
+@pytest.mark.parametrize(
+    ("engine", "last", "first", "model", "draft"),
+    [
+        ("vllm", "0.19.0", "0.19.1", "31b", "redhat-eagle3"),
+        ("vllm", "0.22.1", "0.23", "12b", "mtp"),
+        ("vllm", "0.28.1", "0.29", "31b", "redhat-dflash2"),
+        ("sglang", "0.5.10", "0.5.11", "31b", None),
+        ("sglang", "0.5.11", "0.5.12", "31b", "mtp"),
+        ("sglang", "0.5.12.post1", "0.5.13", "12b", "mtp"),
+        ("sglang", "0.5.13", "0.5.14", "31b", "zlab"),
+    ],
+)
+def test_versions_without_the_model_or_draft_are_refused(
+    engine: str, last: str, first: str, model: str, draft: str | None
+) -> None:
+    """`last` does not have the class or the method that `first` has."""
+    assert not make(engine, "H100", model, draft, given=(f"{engine}={last}",)).works
+    assert make(engine, "H100", model, draft, given=(f"{engine}={first}",)).works
+
+
 def test_the_cache_type_is_that_of_the_memory_plan() -> None:
     m = questions.build_machine(FACTS, "RTX 4060 Ti", ())
     q = questions.build_question(FACTS, "12b", "mtp", None, None, None, None)
