@@ -176,9 +176,9 @@ def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
 
 
 def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
-    """Block the recipe if it is unknown whether it works."""
+    """Block the recipe if it is unknown whether it works, and not known that it does not."""
     for p in v.conditions:
-        if p.unknown:
+        if p.unknown and not v.blockers:
             r.unknown.append(f"{p.title}. {p.says}")
             r.blocked.append((p.title, p.says, p.fix))
 

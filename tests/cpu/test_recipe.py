@@ -436,9 +436,22 @@ def test_sglang_is_told_steps_for_an_assistant(model: str, steps: int) -> None:
     assert not any("unknown" in p.text for p in r.parts)
 
 
-def test_an_unknown_length_is_not_written() -> None:
-    r = make("sglang", "2x RTX 4090", "31b", "redhat-dflash")
-    assert not r.works and r.unknown
+@pytest.mark.parametrize("draft", ["dflash", "dspark", "dflash2", "eagle3"])
+def test_sglang_does_not_read_the_format_of_speculators(draft: str) -> None:
+    r = make("sglang", "2x RTX 4090", "31b", f"redhat-{draft}")
+    (reason,) = r.blocked
+    assert "speculators' format" in reason[0] and not r.unknown
+
+
+def test_sglang_gets_the_cache_type() -> None:
+    """The memory was planned for --kv fp8, and the command started with 16 bits."""
+    (command,) = make("sglang", "RTX 5090", "31b", "zlab", kv="fp8", c=8192).commands
+    assert "--kv-cache-dtype fp8_e4m3 " in command
+    assert "--speculative-draft-kv-cache-dtype bf16 " in command
+    (command,) = make("sglang", "H100", "31b", "mtp", kv="fp8").commands
+    assert "--kv-cache-dtype fp8_e4m3 " in command and "draft-kv" not in command
+    assert "kv-cache-dtype" not in make("sglang", "H100", "31b", "zlab").commands[0]
+    assert not make("sglang", "2x RTX 3090", "31b", "zlab", kv="fp8").works
 
 
 @pytest.mark.parametrize(
