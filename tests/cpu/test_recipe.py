@@ -488,8 +488,8 @@ def test_llama_cpp_gets_the_kind_of_draft(draft: str, type: str) -> None:
 @pytest.mark.parametrize(
     ("given", "draft", "inside", "outside"),
     [
-        ("vllm=0.26.0", "zlab", ["VLLM_USE_V2_MODEL_RUNNER=1"], []),
-        ("vllm=0.33.0", "zlab", [], ["VLLM_USE_V2_MODEL_RUNNER"]),
+        ("vllm=0.26.0", "zlab", [], ["VLLM_USE_V2_MODEL_RUNNER"]),
+        ("vllm=0.29.0", "redhat-dflash2", [], ["VLLM_USE_V2_MODEL_RUNNER"]),
         ("vllm=0.22.1", "redhat-dflash", [], ["attention_backend"]),
         ("vllm=0.28.0", "redhat-dflash", ["attention_backend"], []),
     ],
