@@ -275,6 +275,8 @@ def test_sglang_over_nodes() -> None:
     assert "--disable-cuda-graph" in r.commands[0]
     assert "--speculative-draft-attention-backend flashinfer" in r.commands[0]
     assert "--attention-backend triton" in r.commands[0]
+    assert "--mem-fraction-static 0.80" in r.commands[0]
+    assert not any("--gpu-memory-utilization" in fix for _, _, fix in r.conditions), "vLLM's"
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "g4spec"])
