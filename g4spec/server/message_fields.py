@@ -71,7 +71,16 @@ class ToolResultBlock(Body):
     toolset_name: None = None
 
 
+class ReferenceBlock(Body):
+    """A tool that a search has found: from then on, its deferred declaration is shown."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: Json | None = None
+
+
 TEXT: dict[str, type[Body]] = {"text": TextBlock}
+RESULT: dict[str, type[Body]] = {**TEXT, "tool_reference": ReferenceBlock}
 USER: dict[str, type[Body]] = {**TEXT, "tool_result": ToolResultBlock}
 ASSISTANT: dict[str, type[Body]] = {
     **TEXT,
@@ -91,7 +100,10 @@ class MessageParam(Body):
 
 
 class ToolParam(Body):
-    """The declaration of a function. Arguments are always streamed incrementally."""
+    """The declaration of a function. Arguments are always streamed incrementally.
+
+    With `defer_loading` the model sees it only after a `tool_reference` to it.
+    """
 
     name: str
     description: str | None = None
@@ -100,7 +112,7 @@ class ToolParam(Body):
     strict: bool | None = None
     cache_control: Json | None = None
     eager_input_streaming: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
     allowed_callers: list[Literal["direct"]] | None = None
 
 
@@ -175,11 +187,12 @@ class MessagesRequest(CountRequest, Sampling):
 
 def chat_request(request: CountRequest) -> ChatRequest:
     """Convert a request to the equivalent chat completion request."""
-    messages = [*_system(request.system or []), *_messages(request.messages)]
+    tools = [_declared(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or [])]
+    shown = {tool.name: not tool.defer_loading for tool in tools}
+    messages = [*_system(request.system or []), *_messages(request.messages, shown)]
     value: Json = {"model": request.model, "messages": messages}
     value["continue_final_message"] = messages[-1]["role"] == "assistant"
-    if request.tools:
-        value["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    value["tools"] = [_tool(tool) for tool in tools if shown[tool.name]]
     if request.tool_choice is not None:
         value |= _choice(request.tool_choice)
     if request.thinking is not None:
@@ -210,8 +223,12 @@ def _parts(texts: Sequence[str]) -> list[Json]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _messages(messages: Sequence[MessageParam]) -> list[Json]:
-    """Convert messages; merge adjacent messages of one role and put tool results first."""
+def _messages(messages: Sequence[MessageParam], shown: dict[str, bool]) -> list[Json]:
+    """Convert messages; merge adjacent messages of one role and put tool results first.
+
+    Args:
+        shown: by the name of each tool, whether the model sees it; updated by references.
+    """
     out: list[Json] = []
     called: set[str] = set()  # ids of the calls that results may belong to
     for i, message in enumerate(messages):
@@ -220,7 +237,7 @@ def _messages(messages: Sequence[MessageParam]) -> list[Json]:
             block = fields.variant(BLOCKS[message.role], value, where)
             if isinstance(block, ToolResultBlock):
                 at = len(out) - (bool(out) and out[-1]["role"] == "user")
-                out.insert(at, _result(block, called, where))
+                out.insert(at, _result(block, called, shown, where))
                 continue
             if not out or out[-1]["role"] != message.role:
                 out.append({"role": message.role, "content": []})
@@ -258,11 +275,12 @@ def _add(message: Json, block: Body) -> None:
         message.setdefault("tool_calls", []).append(call)
 
 
-def _result(block: ToolResultBlock, called: set[str], where: str) -> Json:
+def _result(block: ToolResultBlock, called: set[str], shown: dict[str, bool], where: str) -> Json:
     """Convert a tool result to a message with the role tool.
 
     Args:
         called: ids of the calls in the turn before it.
+        shown: see `_messages`.
     """
     if block.tool_use_id not in called:
         raise RequestError(
@@ -270,7 +288,22 @@ def _result(block: ToolResultBlock, called: set[str], where: str) -> Json:
             f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before it",
             param=where,
         )
-    text = "\n".join(_texts(block.content or [], f"{where}.content"))
+    texts = []
+    for i, value in enumerate(block.content or []):
+        at = f"{where}.content[{i}]"
+        part = fields.variant(RESULT, value, at)
+        if isinstance(part, ReferenceBlock):
+            if part.tool_name not in shown:
+                raise RequestError(
+                    400,
+                    f"{at}.tool_name: there is no tool {part.tool_name!r:.80} in tools",
+                    param=f"{at}.tool_name",
+                )
+            shown[part.tool_name] = True
+            texts.append(part.tool_name)
+        elif isinstance(part, TextBlock):
+            texts.append(part.text)
+    text = "\n".join(texts)
     return {
         "role": "tool",
         "tool_call_id": block.tool_use_id,
@@ -278,14 +311,18 @@ def _result(block: ToolResultBlock, called: set[str], where: str) -> Json:
     }
 
 
-def _tool(tool: Any, where: str) -> Json:
+def _declared(tool: Any, where: str) -> ToolParam:
     found = fields.variant({"custom": ToolParam}, tool, where, "custom")
     assert isinstance(found, ToolParam)
+    return found
+
+
+def _tool(tool: ToolParam) -> Json:
     function = {
-        "name": found.name,
-        "description": found.description,
-        "parameters": found.input_schema,
-        "strict": found.strict,
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
     }
     return {"type": "function", "function": function}
 

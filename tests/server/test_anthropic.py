@@ -19,6 +19,7 @@ from g4spec.server.generation import Delta
 from g4spec.server.message_fields import MessagesRequest, chat_request
 from g4spec.server.output_parser import ArgumentEvent, CallEvent, Event, ThoughtEvent
 from g4spec.server.output_parser import TextEvent as Words
+from g4spec.server.request_errors import RequestError
 from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
@@ -262,6 +263,29 @@ def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
         "<|turn>model\n<|channel>thought\n<channel|>"
     )
     assert chat.thinks(request) is False
+
+
+def test_deferred_tools_are_shown_once_a_result_refers_to_them() -> None:
+    # Claude Code 2.1.332 defers a tool in its first request of every conversation.
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    deferred = {**TOOLS[1], "defer_loading": True}
+    body: Any = {"messages": HELLO, "max_tokens": 1, "tools": [search, deferred]}
+
+    def shown(*turns: Any) -> list[str]:
+        request = MessagesRequest.model_validate({**body, "messages": [*HELLO, *turns]})
+        return [tool.function.name for tool in chat_request(request).tools or []]
+
+    assert shown() == ["search"]
+    call = {"type": "tool_use", "id": "t1", "name": "search", "input": {}}
+    found = {"type": "tool_reference", "tool_name": "clock"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    turns = ({"role": "assistant", "content": [call]}, {"role": "user", "content": [result]})
+    assert shown(*turns) == ["search", "clock"]
+    request = MessagesRequest.model_validate({**body, "messages": [*HELLO, *turns]})
+    assert chat_request(request).messages[-1].content == "clock"
+    found["tool_name"] = "clocks"
+    with pytest.raises(RequestError, match=r"content\[0\]\.tool_name: there is no tool 'clocks'"):
+        shown(*turns)
 
 
 def test_a_header_that_changes_with_every_request_keeps_the_prefix(busy: Served) -> None:
