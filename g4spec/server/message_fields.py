@@ -175,7 +175,10 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest, Sampling):
-    """A body of /v1/messages, with the sampling fields of the other endpoints."""
+    """A body of /v1/messages, with the sampling fields of the other endpoints.
+
+    `thread` is refused: no messages are stored.
+    """
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
@@ -183,6 +186,7 @@ class MessagesRequest(CountRequest, Sampling):
     stream: bool | None = None
     metadata: Json | None = None
     service_tier: str | None = None
+    thread: Json | None = None
 
 
 def chat_request(request: CountRequest) -> ChatRequest:
@@ -201,9 +205,22 @@ def chat_request(request: CountRequest) -> ChatRequest:
         schema = {"name": "answer", "schema": request.output_config.format.schema_, "strict": True}
         value["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(request, MessagesRequest):
+        if request.thread is not None:
+            raise _no_threads()
         value |= {name: getattr(request, name) for name in Sampling.model_fields}
         value |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
     return fields.check(ChatRequest, value)
+
+
+def _no_threads() -> RequestError:
+    """Return the error by which Anthropic's SDK knows that it must send all messages."""
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return RequestError(
+        400,
+        "thread: messages are not stored here; send all messages, without thread",
+        param="thread",
+        more={"details": details},
+    )
 
 
 def _system(blocks: Sequence[Any]) -> list[Json]:

@@ -100,15 +100,18 @@ class RequestError(Exception):
         }
 
     def anthropic(self) -> dict[str, Any]:
-        """Return the response body in Anthropic's format, which has no error codes: clients know
-        by Anthropic's message that a prompt is too long."""
+        """Return the response body in Anthropic's format, which has no error codes but in
+        `details`: clients know by Anthropic's message that a prompt is too long."""
         kind, message = ANTHROPIC.get(self.status, "api_error"), self.message
         if self.code == "context_length_exceeded":
             sizes = self.more
             message = (
                 f"prompt is too long: {sizes['n_prompt_tokens']} tokens > {sizes['n_ctx']} maximum"
             )
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        error = {"type": kind, "message": message}
+        if "details" in self.more:
+            error["details"] = self.more["details"]
+        return {"type": "error", "error": error}
 
 
 INTERNAL = "internal server error; see the server's log"

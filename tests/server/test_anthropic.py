@@ -387,6 +387,16 @@ def test_unsupported_requests_get_one_sentence(busy: Served, name: str) -> None:
     assert busy.idle()
 
 
+def test_threads_are_refused_as_the_sdk_expects(busy: Served) -> None:
+    # Its tool runner asks for a thread first, and after this error sends all messages instead.
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, "thread": {"type": "create"}}
+    response = busy.http.post("/v1/messages", json=body)
+    assert response.status_code == 400
+    error, code = response.json()["error"], "thread_unsupported_request"
+    assert error["details"] == {"error_code": code, "unsupported": ["thread"]}
+    assert "send all messages" in error["message"]
+
+
 def test_the_time_for_blocks_is_linear_in_their_number() -> None:
     n = 30_000  # while a request is converted, the server does nothing else
     thoughts = [{"type": "thinking", "thinking": "x" * 400}] * n
