@@ -43,6 +43,11 @@ Content = Annotated[
 """Content blocks, to be validated by `variant`; a str is converted to one text block."""
 
 
+Parsed = Annotated[Any, Field(exclude=True)]
+"""What the helpers of OpenAI's SDKs (`parse`, `stream`) add to an answer, which clients send back;
+ignored."""
+
+
 class Body(BaseModel):
     """A request body or part of one: no unknown fields, no type coercion."""
 
@@ -220,6 +225,7 @@ class CalledFunction(Body):
 
     name: str
     arguments: str | Json | None = None
+    parsed_arguments: Parsed = None
 
 
 class ToolCall(Body):
@@ -245,6 +251,7 @@ class Message(Body):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Parsed = None
 
 
 class FunctionDeclaration(Body):

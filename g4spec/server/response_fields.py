@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from g4spec.server.fields import Body, Content, Effort, Hints, Json, Sampling
+from g4spec.server.fields import Body, Content, Effort, Hints, Json, Parsed, Sampling
 from g4spec.server.message_fields import Caller
 from g4spec.server.request_errors import RequestError, check_query
 
@@ -21,6 +21,7 @@ class TextPart(Body):
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
+    parsed: Parsed = None
     prompt_cache_breakpoint: Json | None = None
 
 
@@ -68,6 +69,7 @@ class CallItem(Item):
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Parsed = None
     caller: Caller | None = None
     namespace: None = None
 

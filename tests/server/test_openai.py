@@ -229,15 +229,17 @@ def test_only_a_seed_repeats_a_text(client: openai.OpenAI) -> None:
 
 
 def test_a_conversation_continues_after_tool_results(client: openai.OpenAI, busy: Served) -> None:
+    given = {"unit": "C", "days": 2}
     call = {
         "id": "c1",
         "type": "function",
-        "function": {"name": "weather", "arguments": '{"unit":"C","days":2}'},
+        # The helpers of OpenAI's SDKs add parsed_arguments, and parsed to the message.
+        "function": {"name": "weather", "arguments": json.dumps(given), "parsed_arguments": given},
     }
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": t} for t in ("Be", "brief")]},
         *HELLO,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "parsed": None},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
     assert ask(client, messages=messages, tools=TOOLS).choices[0].finish_reason

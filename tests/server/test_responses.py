@@ -52,9 +52,15 @@ CALLED: Any = [
         "role": "assistant",
         "id": "msg_1",
         "status": "completed",
-        "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        "content": [{"type": "output_text", "text": "I look.", "annotations": [], "parsed": None}],
     },
-    {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"days":2}'},
+    {
+        "type": "function_call",
+        "call_id": "c1",
+        "name": "weather",
+        "arguments": '{"days":2}',
+        "parsed_arguments": {"days": 2},
+    },
     {"type": "function_call", "call_id": "c2", "name": "clock", "arguments": ""},
     {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
     {
