@@ -231,6 +231,8 @@ class OriginMiddleware(CORSMiddleware):
             allow_headers=["*"],
             expose_headers=READABLE_HEADERS,
         )
+        # Pages of the internet that may send requests, too; older versions of Starlette lack it.
+        self.allow_private_network = True
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """See `CORSMiddleware`."""

@@ -342,6 +342,11 @@ def test_keys_origins_and_the_log(
         asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
         allowed = served.http.options("/v1/models", headers=asked)
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+        # Browsers ask for it where a page of the internet sends to this machine.
+        asked["access-control-request-private-network"] = "true"
+        allowed = served.http.options("/v1/chat/completions", headers=asked)
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-private-network"] == "true"
     finally:
         served.stop()
     lines = [JsonLogFormatter().format(record) for record in caplog.records]
