@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -56,6 +57,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: chat.full_response(g, body),
             lambda g: chat.stream_response(g, body),
+            interval=fields.ping_seconds(body, self._service.settings.ping),
         )
 
     @takes(fields.CompletionRequest)
@@ -67,6 +69,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: completions.full_response(g, body),
             lambda g: completions.stream_response(g, body),
+            interval=fields.ping_seconds(body, self._service.settings.ping),
         )
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
@@ -78,6 +81,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: llamacpp.full_response(g, body),
             lambda g: llamacpp.stream_response(g, body),
+            interval=fields.ping_seconds(body, self._service.settings.ping),
         )
 
     @takes(message_fields.MessagesRequest)
@@ -130,6 +134,7 @@ class Endpoints(StoredResponses):
         chunks: Callable[[Generation], Events],
         failed: Callable[[RequestError], str] = lambda refused: event(refused.json()),
         ping: str = PING,
+        interval: float | None = None,
     ) -> Response:
         """Submit a job; return one response, or an event stream if `stream`.
 
@@ -138,17 +143,19 @@ class Endpoints(StoredResponses):
             chunks: yields the events of the stream.
             failed: builds the event that ends the stream with an error.
             ping: sent while there is no other event.
+            interval: seconds between pings; None: those of the settings.
         """
         service = self._service
+        settings = replace(service.settings, ping=interval or service.settings.ping)
         if stream:
             kept, generation = ReplayStore.name(request), await service.submit(await build_job())
             events = self._log_when_done(
                 request, generation, chunks(generation), recorded=kept is not None
             )
             if kept is None:
-                return EventStream(generation, events, failed, service.settings, ping=ping)
+                return EventStream(generation, events, failed, settings, ping=ping)
             replay = await self._replays.begin(owner(request), kept, generation, events, failed)
-            return EventStream(replay, replay.follow(0), failed, service.settings, ping=ping)
+            return EventStream(replay, replay.follow(0), failed, settings, ping=ping)
 
         async def whole() -> Response:
             generation = await service.submit(await build_job())

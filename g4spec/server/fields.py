@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -181,13 +182,23 @@ class Hints(Body):
 class LlamaCpp(Body):
     """Fields of llama.cpp's server.
 
-    timings_per_token and return_progress apply to streams; id_slot has no effect.
+    timings_per_token, return_progress and sse_ping_interval, in seconds, apply to streams; id_slot
+    has no effect.
     """
 
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    sse_ping_interval: int | None = Field(None, ge=-1)
     id_slot: int | None = None
     verbose: bool | None = None
+
+
+def ping_seconds(request: LlamaCpp, default: float) -> float:
+    """Return the seconds between the pings of a silent stream; infinity: there are none."""
+    wanted = request.sse_ping_interval
+    if wanted is None:
+        return default
+    return wanted if wanted > 0 else math.inf
 
 
 class OpenAI(Sampling, Hints, LlamaCpp):
@@ -306,11 +317,24 @@ class TemplateOptions(Body):
     enable_thinking: bool | None = None
 
 
+MaxTokens = Annotated[
+    int | None, Field(ge=1), BeforeValidator(lambda value: None if value == -1 else value)
+]
+"""A limit of new tokens; -1 is none, as in llama.cpp."""
+
+
 class ChatRequest(OpenAI):
-    """A body of /v1/chat/completions."""
+    """A body of /v1/chat/completions.
+
+    reasoning_format and reasoning_control are llama.cpp's: reasoning is always returned as
+    reasoning_content, and the second has no effect.
+    """
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
+    reasoning_format: Literal["auto", "deepseek"] | None = None
+    reasoning_control: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from g4spec.runtime.engine import Engine
+from g4spec.server import fields
 from g4spec.server.settings import Settings
 from tests.server.running_server import TEMPLATE, Served
 
@@ -425,3 +427,24 @@ def test_fields_of_chat_completions(busy: Served) -> None:
     assert opened.startswith(closed["prompt"]) and len(opened) > len(closed["prompt"])
     both = {**body, "continue_final_message": True, "add_generation_prompt": True}
     assert "exclude each other" in busy.refused("/chat/completions", both)["message"]
+    raw = busy.refused("/chat/completions", {**body, "reasoning_format": "none"})
+    assert raw["param"] == "reasoning_format"
+
+
+def test_requests_of_the_web_ui(busy: Served) -> None:
+    """The page of llama.cpp's server sends these fields with every message."""
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "return_progress": True,
+        "sse_ping_interval": 1,
+        "reasoning_format": "auto",
+        "reasoning_control": True,
+        "max_tokens": -1,
+        "stop": " ",
+    }
+    assert busy.stream("/v1/chat/completions", **body)[-1]["choices"][0]["finish_reason"] == "stop"
+    assert "greater" in busy.refused("/v1/chat/completions", {**body, "max_tokens": 0})["message"]
+    request = fields.ChatRequest.model_validate(body)
+    assert request.max_tokens is None
+    never = fields.ChatRequest.model_validate({**body, "sse_ping_interval": -1})
+    assert [fields.ping_seconds(each, 15) for each in (request, never)] == [1, math.inf]
