@@ -1,6 +1,7 @@
 """Run coding agents against the server, each with a tool call and its result.
 
-    npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai
+    npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai \\
+        @earendil-works/pi-coding-agent @continuedev/cli    # needs node 22 or newer
     python benchmarks/serve_agents.py DIR [--only claude ...] [--log FOLDER]
 
 Each agent runs without a terminal, with an empty home folder and one question. The bundled model is
@@ -184,10 +185,49 @@ def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, s
     return [str(program), "run", "-m", "g4spec/tiny", QUESTION], env
 
 
+def pi(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Start pi."""
+    provider = {
+        "baseUrl": f"{url}/v1",
+        "api": "openai-completions",
+        "apiKey": "none",
+        "models": [{"id": "tiny"}],
+    }
+    (home / ".pi/agent").mkdir(parents=True)
+    (home / ".pi/agent/models.json").write_text(json.dumps({"providers": {"g4spec": provider}}))
+    program = folder / "node_modules/.bin/pi"
+    return [
+        str(program),
+        "--print",
+        "--no-session",
+        "--provider",
+        "g4spec",
+        "--model",
+        "tiny",
+        "--tools",
+        "read",
+        "--system-prompt",
+        "Be brief.",
+        QUESTION,
+    ], {}
+
+
+def continue_cli(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Start Continue's CLI."""
+    (home / "config.yaml").write_text(
+        "name: g4spec\nversion: 0.0.1\nschema: v1\nmodels:\n  - name: tiny\n    provider: openai\n"
+        f"    model: tiny\n    apiBase: {url}/v1\n    apiKey: none\n"
+    )
+    program = folder / "node_modules/.bin/cn"
+    return [str(program), "--print", "--config", str(home / "config.yaml"), QUESTION], {}
+
+
 AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] = {
     "claude": (claude, "Read"),
     "codex": (codex, "get_goal"),
     "opencode": (opencode, "read"),
+    "pi": (pi, "read"),
+    "continue": (continue_cli, "Read"),
 }
 """How each is started, and a tool of it that harms nobody whatever its arguments."""
 
@@ -278,9 +318,7 @@ def main() -> int:
             thread.join(30)
     packages = json.loads((args.folder / "package-lock.json").read_text())["packages"]
     versions = {
-        key.removeprefix("node_modules/"): value.get("version")
-        for key, value in packages.items()
-        if key.count("node_modules") == 1
+        name: packages[f"node_modules/{name}"]["version"] for name in packages[""]["dependencies"]
     }
     write_result(args.out, "serve-agents", {"versions": versions, "agents": found})
     return 0 if all(each["passed"] for each in found.values()) else 1
