@@ -77,7 +77,7 @@ class Engine:
             target, draft, self.backend, self.pool, self.prefix, self.lengths
         )
         self._condition = threading.Condition(threading.RLock())
-        self._lock_waiters, self._waiters_lock = 0, threading.Lock()  # how many want the other lock
+        self._lock_waiters = set[object]()  # of the other lock, whose methods need none themselves
         self._thread: threading.Thread | None = None
         self._submitted = 0
         self._closed = False
@@ -183,7 +183,8 @@ class Engine:
                     request.cancel()
                 raise
             finally:
-                self._condition.notify_all()
+                if self._closed and self._worker is None:  # meanwhile, by a handler of a signal
+                    self._free()
         for request in requests:
             request.choices = requests
         return requests[0]
@@ -251,20 +252,32 @@ class Engine:
         Waits for at most one step. A plain lock is not enough: a thread that always works would
         take it again before any waiting thread wakes up.
         """
-        self._add_waiters(1)
+        if self._has_lock:  # `notify_all` could interrupt itself
+            yield
+            return
+        waiter = object()
+        self._lock_waiters.add(waiter)
         try:
             self._condition.acquire()
         finally:
-            self._add_waiters(-1)
+            self._lock_waiters.discard(waiter)
         try:
-            self._condition.notify_all()
-            yield
+            try:
+                yield
+            finally:
+                self._condition.notify_all()
         finally:
             self._condition.release()
 
-    def _add_waiters(self, more: int) -> None:
-        with self._waiters_lock:
-            self._lock_waiters += more
+    @property
+    def _has_lock(self) -> bool:
+        """True in the thread that has the lock: in a listener, or in a handler of a signal or a
+        finalizer, which run at any point of a thread."""
+        try:
+            self._condition.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
     def step(self) -> bool:
         """Run one step of all running requests; return False if there is nothing to do."""
@@ -307,9 +320,7 @@ class Engine:
                         self.step()
                 continue
             self._check_thread()
-            request.updated.clear()
-            if not request.has_news:
-                request.updated.wait(timeout=1.0)
+            request.wait(1.0)
 
     def start(self) -> None:
         """Run steps in a thread of the engine from now on, until `close`."""
@@ -341,7 +352,7 @@ class Engine:
     def _run_steps(self) -> None:
         while True:
             with self._condition:
-                while (self.scheduler.idle and not self._closed) or self._lock_waiters:
+                while not self._closed and (self.scheduler.idle or self._lock_waiters):
                     self._condition.wait(1.0 if self._lock_waiters else None)
                 if self._closed:
                     return
@@ -349,16 +360,19 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and free the engine's memory. Generated text stays readable. A listener
-        may call it: the step that produced its news ends first. It does nothing in a process that
-        was forked after `start`: the engine is that of the other one."""
+        or a handler of a signal may call it: the step that it interrupts ends first. It does
+        nothing in a process that was forked after `start`: the engine is that of the other one."""
         if self._is_copy:  # its lock may be held for good
             return
+        within = self._has_lock
         with self.step_lock():
             self._closed = True
-            if self._worker is not None:  # this thread: a listener
+            if self._worker is not None:  # this thread: within a step
                 return
             self._free()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        if not within:  # else the thread needs the lock to end
             self._thread.join()
 
     def _free(self) -> None:

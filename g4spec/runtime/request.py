@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import queue
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -195,7 +195,6 @@ class Request:
         choices: all completions with `Options.n` > 1, this one first; otherwise only this one.
         done: whether no more tokens will come.
         error: the exception that ended the request, or None.
-        updated: set when there is news.
     """
 
     def __init__(
@@ -213,7 +212,7 @@ class Request:
         self.choices: list[Request] = [self]
         self.done = False
         self.error: Exception | None = None
-        self.cancelled, self.updated = False, threading.Event()
+        self.cancelled = False
         self._driver, self._tokenizer = driver, tokenizer
         self._stream: TextStream = (options.stream or tokenizer.stream)()
         self._cycles: deque[Cycle] = deque()
@@ -274,6 +273,25 @@ class Request:
         """Call `listener` at every news, from the thread that produced it. It may submit, cancel
         and close, but not wait for a request of its engine."""
         self._listeners.append(listener)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is news, which another thread produces, for so many seconds at most.
+
+        A handler of a signal can interrupt this anywhere and produce news itself: unlike
+        `threading.Event`, nothing here keeps it from doing so.
+        """
+        arrived = queue.SimpleQueue[None]()
+
+        def wake() -> None:
+            arrived.put(None)
+
+        self.listen(wake)
+        try:
+            if not self.has_news:
+                with suppress(queue.Empty):
+                    arrived.get(timeout=seconds)
+        finally:
+            self._listeners.remove(wake)
 
     def drain(self) -> Iterator[Cycle]:
         """Yield the cycles that have arrived and were not taken yet, without waiting."""
@@ -363,6 +381,5 @@ class Request:
         return len(cycle.tokens)
 
     def _notify(self) -> None:
-        self.updated.set()
         for listener in tuple(self._listeners):  # readers come and go in threads of their own
             listener()

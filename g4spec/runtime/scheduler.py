@@ -44,7 +44,8 @@ INTERLEAVED_ROWS = PROMPT_BLOCK
 
 
 class Scheduler:
-    """Runs the requests of an engine, one step at a time. Not thread-safe.
+    """Runs the requests of an engine, one step at a time. Not thread-safe, but a handler of a
+    signal may call `submit` at any point: loops over `waiting` are over a copy.
 
     Args:
         length: decides the draft length of every request.
@@ -91,8 +92,9 @@ class Scheduler:
         for task in [*self.running, *self.waiting]:  # first: what follows may fail like the step
             task.request.abandon(problem)
         self.running.clear()
-        # A listener may have submitted others.
-        self.waiting = deque(t for t in self.waiting if not t.request.done)
+        for task in tuple(self.waiting):  # a listener may have submitted others
+            if task.request.done:
+                self.waiting.remove(task)
         self.cycles.abandon()
         self.prefix.clear()
         self.pool.reset()
@@ -131,7 +133,7 @@ class Scheduler:
         wait later."""
         suppress = self.waiting[0].request.options.sampler.suppress
         meter = CycleMeter(self.target, self.draft, self.pool, self.cycles.runners, suppress)
-        if self.cycles.length.wants_costs and any(t.draft_state.auto for t in self.waiting):
+        if self.cycles.length.wants_costs and any(t.draft_state.auto for t in tuple(self.waiting)):
             self.prefix.clear()  # the measurement needs the pages
             self.cycles.length.set_costs(*meter.costs())
         elif not self._prepared and self.backend.padded and len(self.pool.free_slots) > 1:
@@ -194,7 +196,7 @@ class Scheduler:
         """Free the memory of a task and put it back into the queue."""
         self._release(task)
         task.request.stats.preempted += 1
-        at = sum(t.number < task.number for t in self.waiting)
+        at = sum(t.number < task.number for t in tuple(self.waiting))
         self.waiting.insert(at, task)
 
     def _release(self, task: Task) -> None:

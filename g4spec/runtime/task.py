@@ -9,7 +9,7 @@ from g4spec.runtime.draft_history import PolicyState
 from g4spec.runtime.request import Request
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Task:
     """A request with its state: waiting, in prefill, or running.
 

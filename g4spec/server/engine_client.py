@@ -157,9 +157,7 @@ class EngineClient:
         """Wait until a request has new tokens or has ended."""
         assert isinstance(request, RemoteRequest)
         while not request.has_news:
-            request.updated.clear()
-            if not request.has_news:
-                request.updated.wait(timeout=1.0)  # another reader may have cleared it
+            request.wait(1.0)
 
     def start(self) -> None:
         """Do nothing: the process runs its own loop."""

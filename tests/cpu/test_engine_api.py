@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -467,6 +469,78 @@ def test_a_listener_can_close_an_engine_that_another_thread_closes() -> None:
     on.start()
     assert ends(on.close)
     assert {request.stats.stop_reason for request in requests} == {"closed"}
+
+
+def interrupt(
+    work: Callable[[], object], functions: Sequence[str], handler: Callable[[], None]
+) -> bool:
+    """Call `handler` at every line of these functions that `work` runs in a thread of its own, once
+    at each, as Python calls one of a signal in the main thread. Return whether the thread ended."""
+    seen = set[tuple[str, int]]()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if code.co_name not in functions:
+            return None
+        if (at := (code.co_name, frame.f_lineno)) not in seen and event == "line":
+            seen.add(at)
+            handler()
+        return trace
+
+    def traced() -> None:
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            sys.settrace(None)
+
+    ended = ends(traced)
+    assert {name for name, _ in seen} == set(functions)
+    return ended
+
+
+def test_a_handler_of_a_signal_can_submit_and_cancel(threaded: Engine, texts: list[str]) -> None:
+    """It waited for a lock that the code had which it interrupted, or notified a condition within
+    its `notify_all`."""
+    made = list[Request]()
+    threaded.start()
+
+    def submit() -> None:
+        made.append(threaded.submit([2], Options(1, draft_max=0)))
+        if len(made) % 2:
+            made[-1].cancel()
+
+    def work() -> None:
+        list(request := threaded.submit(PROMPTS[0], OPTIONS))
+        assert request.text == texts[0]
+        made.append(request)
+
+    functions = ("step_lock", "_enqueue", "notify", "wait")
+    assert interrupt(work, functions, submit)
+    for request in made:
+        list(request)
+    assert {r.stats.stop_reason for r in made} <= {"length", "cancelled"} and len(made) > 20
+    assert len(made[-1].ids) == 24 and nothing_left(threaded)
+
+
+@pytest.mark.parametrize("function", ["submit", "step_lock", "_enqueue", "notify", "wait", "close"])
+def test_a_handler_of_a_signal_can_close_the_engine(function: str, threaded: Engine) -> None:
+    """It waited for the engine's thread, which waited for the lock of the interrupted code."""
+    made, told = list[Request](), list[str]()
+    threaded.start()
+
+    def work() -> None:
+        try:
+            made.append(threaded.submit(PROMPTS[0], replace(OPTIONS, n_predict=200)))
+            if function == "wait":
+                list(made[0])
+        except UsageError as error:
+            told.append(str(error))
+        threaded.close()
+
+    assert interrupt(work, [function], threaded.close)
+    assert told or made[0].stats.stop_reason == "closed"
+    assert nothing_left(threaded) and not threaded.target.model.w
 
 
 def test_close_ends_all_requests_if_a_listener_fails() -> None:
