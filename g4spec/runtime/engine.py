@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -379,7 +379,10 @@ class Engine:
         """Free everything, also if a listener fails; one that calls `close` returns at once."""
         try:
             self._worker = threading.current_thread()
-            self.scheduler.close()
+            with ExitStack() as stack:
+                with suppress(RuntimeError):  # of a GPU that no longer answers
+                    stack.enter_context(own_settings(self.target.ops.device))
+                self.scheduler.close()
         finally:
             self.target.close()
             self.backend.close()

@@ -437,20 +437,51 @@ def test_a_listener_can_close_the_engine(tokens: int, own_thread: bool, texts: l
     assert not on.step() and nothing_left(on) and not on.target.model.w
 
 
-def test_closing_an_engine_on_the_cpu_leaves_frozen_objects_frozen(
+def test_closing_an_engine_leaves_the_frozen_objects_of_others_frozen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It froze none: a program may have, as before a fork."""
+    """It froze none: a program may have, as before a fork, or another engine."""
     unfreeze = mock.Mock()
     monkeypatch.setattr(gc, "freeze", mock.Mock())
     monkeypatch.setattr(gc, "unfreeze", unfreeze)
     with engine() as on:
         list(on.submit(PROMPTS[0], OPTIONS))
     assert not unfreeze.called
-    with engine() as on:
-        on.backend.padded = True
-        list(on.submit(PROMPTS[0], OPTIONS))
-    assert unfreeze.called
+    frozen = mock.Mock(return_value=0)
+    monkeypatch.setattr(gc, "get_freeze_count", frozen)
+    first, second = padded(), padded()
+    first.close()
+    assert not unfreeze.called, "the other one froze its objects, too"
+    second.close()
+    assert unfreeze.call_count == 1
+    frozen.return_value = 9
+    padded().close()
+    assert unfreeze.call_count == 1, "the program froze its own first"
+
+
+def padded() -> Engine:
+    """Return an engine that has frozen objects, as on a GPU."""
+    on = engine()
+    on.backend.padded = True
+    list(on.submit(PROMPTS[0], Options(2)))
+    return on
+
+
+def test_an_engine_is_closed_with_its_own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tables of pages were cleared on the caller's stream, while a cycle might still run."""
+    on, within = engine(), list[bool]()
+    request = on.submit(PROMPTS[0], OPTIONS)
+    on.step()
+    clear = on.pool.space.clear
+
+    def noted(slot: int) -> None:
+        within.append(torch.is_autocast_enabled("cpu"))
+        clear(slot)
+
+    monkeypatch.setattr(on.pool.space, "clear", noted)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        on.close()
+    assert within == [False] and request.done
 
 
 def ends(work: Callable[[], object]) -> bool:
