@@ -14,6 +14,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from math import inf
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +28,7 @@ from g4spec.runtime.request_checks import check_request
 from g4spec.runtime.target_file import read_tokenizer
 from g4spec.server.channel import Channel
 from g4spec.server.engine_process import EngineInfo, pickle_options, start_process
-from g4spec.server.remote_request import EngineLost, PendingRequest, RemoteRequest
+from g4spec.server.remote_request import PendingRequest, RemoteRequest
 
 log = logging.getLogger("g4spec.server")
 
@@ -35,7 +36,7 @@ MAX_FAILURES = 5
 """The engine is not restarted after this many consecutive failures without a finished request."""
 
 WAKE_SECONDS = 300.0
-"""Seconds without progress of its load after which an engine that wakes counts as hanging."""
+"""Seconds without progress of its load after which an engine that was loaded before hangs."""
 
 RESTART = "restart the server, or unload and load the model"
 """The fix once the engine is no longer restarted."""
@@ -45,7 +46,7 @@ EngineLike: TypeAlias = "Engine | EngineClient"
 NO_STATS = EngineStats(0, 0, 1, 1, (), 0.0)
 
 
-class EngineClient:
+class EngineClient(AbstractContextManager["EngineClient"]):
     """A proxy with the part of the `Engine` interface that `Service` uses. Thread-safe.
 
     Args:
@@ -87,6 +88,7 @@ class EngineClient:
         self._put_to_sleep, self._awake = False, threading.Event()
         self._awake.set()
         self._wake_progress = -inf  # time; from `wake` until the process is ready, or has failed
+        self._load_progress = inf  # time; of the process that loads
         self._stats, self._last_activity = NO_STATS, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -152,6 +154,8 @@ class EngineClient:
         pending.tries += 1
         assert self._channel is not None
         self._channel.send("submit", number, array("q", pending.request.prompt), pending.options)
+        if pending.request.cancelled:  # while it was submitted again, by a finalizer
+            self._channel.send("cancel", number)
 
     def advance(self, request: Request) -> None:
         """Wait until a request has new tokens or has ended."""
@@ -176,10 +180,8 @@ class EngineClient:
     def is_healthy(self, limit: float) -> bool:
         """See `Engine.is_healthy`; False while no process is ready, unless the engine sleeps, or
         wakes and its load progresses."""
-        if self.is_sleeping:
-            return True
-        if self.failed is not None:
-            return False
+        if self.is_sleeping or self.failed is not None:
+            return self.is_sleeping
         if self._channel is None:
             return time.monotonic() - self._wake_progress <= WAKE_SECONDS
         since = max(self._stats.last_step, self._last_activity)
@@ -220,18 +222,13 @@ class EngineClient:
         """Stop the process and end all requests."""
         self._closing.set()
         self.wake()
-        with self._lock:
-            channel = self._channel
-        if channel is not None:
+        if (channel := self._channel) is not None:  # one that becomes ready now is closed there
             channel.send("close")
             self._thread.join(10)
         while self._thread.is_alive():  # it is loading, or does not respond
             if self._process is not None:
                 self._process.kill()
             self._thread.join(0.1)
-
-    def __enter__(self) -> EngineClient:
-        return self
 
     def __exit__(self, *args: object) -> None:
         self.close()
@@ -284,20 +281,26 @@ class EngineClient:
     def _changed_file(self) -> EnvironmentProblem | None:
         """Return an error if the target's file is not the first one, of which this process has the
         tokenizer, configuration and context length."""
-        target = self._arguments["target"]
+        if file_stamps(target := self._arguments["target"]) == self._stamps:
+            return None
         what = f"{target} was changed or removed after it was loaded"
-        unchanged = file_stamps(target) == self._stamps
-        return None if unchanged else EnvironmentProblem(what, fix=RESTART)
+        return EnvironmentProblem(what, fix=RESTART)
 
     def _watch(self) -> None:
         """Kill a process that hangs; `_run_process` notices its end."""
         while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
             with self._lock:
-                if not self.hang_limit or self._channel is None or self.is_healthy(self.hang_limit):
-                    continue
-                self._hang_reason = f"no step has ended for {self.hang_limit:g} seconds"
-                assert self._process is not None
-                self._process.kill()
+                if (why := self._find_hang()) and self.hang_limit and self._process is not None:
+                    self._hang_reason = why
+                    self._process.kill()
+
+    def _find_hang(self) -> str:
+        """Return what does not go on; an empty text if nothing hangs."""
+        if self._channel is not None:
+            limit, hangs = self.hang_limit, not self.is_healthy(self.hang_limit)
+            return f"no step has ended for {limit:g} seconds" if hangs else ""
+        hangs = not self.is_sleeping and time.monotonic() - self._load_progress > WAKE_SECONDS
+        return f"its load has not gone on for {WAKE_SECONDS:g} seconds" if hangs else ""
 
     def _set_load_result(self, result: EngineInfo | BaseException) -> None:
         """Pass the result of the first load to `__init__`."""
@@ -306,6 +309,7 @@ class EngineClient:
 
     def _run_process(self) -> str:
         """Run one process until it ends; return the reason."""
+        self._load_progress = time.monotonic()
         try:
             process, channel = start_process()
         except OSError as error:
@@ -335,8 +339,8 @@ class EngineClient:
         if name == "figures":
             self._stats = more[0]
         elif name == "loading":
-            if self._wake_progress > -inf:
-                self._wake_progress = time.monotonic()
+            self._load_progress = now = time.monotonic()
+            self._wake_progress = now if self._wake_progress > -inf else -inf
             if self._progress is not None and not self._loaded.is_set():
                 self._progress(*more)
         elif name == "ready":
@@ -380,16 +384,13 @@ class EngineClient:
         """End running requests with EngineLost; if `failed`, set it and end all requests."""
         facts = {"why": reason, "texts": len(self._pending), "again": not failed, "failed": failed}
         log.error("the engine's process ended", extra={"facts": facts})
-        self._stats = NO_STATS
         with self._lock:
-            self._wake_progress = -inf
-            self.failed = failed
+            self._stats, self._wake_progress, self.failed = NO_STATS, -inf, failed
             lost = {n: t for n, t in self._pending.copy().items() if failed or t.ends_with_process}
             for number in lost:
                 self._pending.pop(number, None)
         for pending in lost.values():
-            ended = EngineLost(f"the engine failed: {reason}")
-            pending.request.finish("interrupted", ended if pending.begun else failed or ended)
+            pending.end_with_process(reason, failed)
 
     def _finish_all(self, reason: str) -> None:
         with self._lock:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Protocol
 
 from g4spec.core import Cycle
 from g4spec.runtime.request import Driver, Options, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
+
+log = logging.getLogger("g4spec.server")
 
 MAX_TRIES = 3
 """Maximum number of processes to which a request is submitted before its prefill begins."""
@@ -57,6 +62,27 @@ class RemoteRequest(Request):
         self.error, self.done = error, True
         self._notify()
 
+    def _notify(self) -> None:
+        """Call the listeners, from the thread that reads the messages about all requests: one that
+        fails must not end it."""
+        for listener in tuple(self._listeners):
+            with _Logged():
+                listener()
+
+
+class _Logged(AbstractContextManager[None]):
+    """Logs an exception of its block, which ends it."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> bool:
+        if isinstance(error, Exception):
+            log.error("a listener of a request failed", exc_info=error)
+        return isinstance(error, Exception)
+
 
 @dataclass(slots=True)
 class PendingRequest:
@@ -77,3 +103,11 @@ class PendingRequest:
     def ends_with_process(self) -> bool:
         """Return True if the request is not submitted to another process."""
         return self.begun or self.tries >= MAX_TRIES or self.request.cancelled
+
+    def end_with_process(self, reason: str, failed: Exception | None) -> None:
+        """End the request: with EngineLost, or the error of an engine that is not restarted."""
+        if self.request.cancelled:
+            self.request.finish("cancelled")
+            return
+        lost = EngineLost(f"the engine failed: {reason}")
+        self.request.finish("interrupted", lost if self.begun else failed or lost)
