@@ -36,7 +36,7 @@ class Conversation:
     ) -> None:
         self._voice, self._out, self._system, self._seed = voice, out, system, seed
         self._messages: list[dict[str, str]] = []
-        self._part = ""
+        self._part, self._told = "", set[str]()  # remarks that were shown
         self._failed = False  # the last message has no answer because of an error
         self.exit_code = 0
         if show:
@@ -98,7 +98,9 @@ class Conversation:
         if answer.content:
             self._messages.append({"role": "assistant", "content": answer.content})
         self._out.stream("\n")
-        for note in [*answer.notes, answer_stats_line(answer)]:
+        news = [note for note in answer.notes if note not in self._told]
+        self._told.update(news)
+        for note in [*news, answer_stats_line(answer)]:
             self._out.log(note)
 
     async def _stream_answer(self, answer: Reply) -> None:

@@ -690,3 +690,23 @@ def test_seeds_go_on_at_0_after_the_largest(monkeypatch: pytest.MonkeyPatch) -> 
     Conversation(Backend(), Output(), system=None, seed=2**64 - 1, show=False).run(loop)
     loop.close()
     assert seeds == [2**64 - 1, 0, 1]
+
+
+def test_a_remark_of_the_engine_is_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Backend:
+        async def answer(
+            self, messages: Sequence[Message], seed: int, reply: Reply
+        ) -> AsyncGenerator[TextPiece, None]:
+            reply.notes = ["the draft is small", f"remark {seed}"]
+            yield TextPiece("x")
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    loop = asyncio.new_event_loop()
+    Conversation(Backend(), Output(), system=None, seed=1, show=False).run(loop)
+    loop.close()
+    told = capsys.readouterr().err
+    assert [told.count(note) for note in ("is small", "remark 1", "remark 2")] == [1, 1, 1]
