@@ -51,7 +51,7 @@ RANGES = {
     "repetition_penalty": Range(lambda x: 0.01 <= x <= 100, "in [0.01, 100] (1 is off)", Real),
     "presence_penalty": _OPENAI_PENALTY,
     "frequency_penalty": _OPENAI_PENALTY,
-    "n_predict": _POSITIVE,
+    "n_predict": Range(lambda x: x >= 0, ">= 0 (0 only reads the prompt)"),
     "draft_max": Range(lambda x: 0 <= x <= MAX_DRAFT, f"0 to {MAX_DRAFT}, or auto", word="auto"),
     "n": _PARALLEL,
     "count": _COUNT,

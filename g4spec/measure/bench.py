@@ -51,6 +51,8 @@ class BenchConfig:
 
     def __post_init__(self) -> None:
         ranges.check(n_predict=self.n_predict, repeats=self.repeats)
+        if not self.n_predict:
+            raise UsageError("`n_predict`", expected=">= 1", found=0)
         if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
             raise UsageError("`lengths`", expected="different lengths", found=self.lengths)
 

@@ -37,7 +37,7 @@ class Options:
     """Options of a request.
 
     Attributes:
-        n_predict: maximum number of new tokens.
+        n_predict: maximum number of new tokens; 0: read the prompt, for the prefix cache.
         sampler: sampling settings.
         draft_max: maximum number of drafted tokens per step, 0 to 15, or "auto".
         stop: strings that end generation and are not part of the text. Kept as a tuple.

@@ -275,7 +275,11 @@ class Scheduler:
         return part
 
     def _first_token(self, task: Task) -> None:
-        """Choose the first token after the prompt, from the logits of its last row."""
+        """Choose the first token after the prompt, from the logits of its last row, if its request
+        has any."""
+        if not task.request.options.n_predict:
+            self._finish(task, "length")
+            return
         try:
             logits = self.target.logits(self._last_hidden)
             cycle = task.chooser.choose(logits, [], task.n_prompt)

@@ -39,9 +39,9 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
             )
         lark = await asyncio.to_thread(grammar.to_lark, request.grammar)
         constraint = grammar.whole_text(None, user=lark)
-    n_predict = request.n_predict or service.settings.n_predict or DEFAULT_TOKENS
-    if request.max_tokens is not None:
-        n_predict = max(request.max_tokens, 1)  # the engine chooses a token in any case
+    n_predict = request.n_predict if request.max_tokens is None else request.max_tokens
+    if n_predict is None:
+        n_predict = service.settings.n_predict or DEFAULT_TOKENS
     engine_options = options.options(
         service,
         request,
@@ -113,7 +113,7 @@ class _Piece:
 async def _pieces(
     generation: Generation, request: CompletionRequest
 ) -> AsyncGenerator[tuple[Text, _Piece], None]:
-    """Yield what the texts consist of: with `echo` first the prompt, as soon as there is a token
+    """Yield what the texts consist of: with `echo` first the prompt, with the first token or the end
     after it."""
     read: dict[int, list[Logprobs] | None] = {text.index: [] for text in generation.texts}
     async with aclosing(generation.deltas()) as deltas:
@@ -124,13 +124,9 @@ async def _pieces(
             if request.echo and delta and found is not None:
                 read[text.index] = None
                 yield text, _prompt(generation, request, text, found)
-            piece = _Piece(finish=delta.finish, progress=delta.progress)
-            if request.max_tokens != 0:
-                piece.words, piece.tokens = _words(delta), delta.tokens
-            elif delta.finish:
-                piece.finish = "length"
             if delta or delta.progress is not None:
-                yield text, piece
+                words, progress = _words(delta), delta.progress
+                yield text, _Piece(words, delta.tokens, finish=delta.finish, progress=progress)
 
 
 def _prompt(
@@ -141,13 +137,6 @@ def _prompt(
         return _Piece(words)
     tokens = [Token(id, *logprobs) for id, logprobs in zip(ids[1:], found, strict=True)]
     return _Piece(words, tokens, first=ids[0])
-
-
-def _usage(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
-    usage = response_parts.usage(generation)
-    if request.max_tokens == 0:
-        usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-    return usage
 
 
 def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str:
@@ -179,7 +168,7 @@ async def full_response(generation: Generation, request: CompletionRequest) -> d
                 "finish_reason": whole.finish,
             }
         )
-    out = {**_head(generation), "choices": choices, "usage": _usage(generation, request)}
+    out = {**_head(generation), "choices": choices, "usage": response_parts.usage(generation)}
     return out | (
         {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
     )
@@ -216,7 +205,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
         async for text, piece in pieces:
             yield chunk(text, piece)
     if include_usage:
-        last = {**_head(generation), "choices": [], "usage": _usage(generation, request)}
+        last = {**_head(generation), "choices": [], "usage": response_parts.usage(generation)}
         if len(found) == 1:
             last["timings"] = response_parts.timings(generation.texts[0])
         yield event(last)

@@ -355,7 +355,7 @@ class CompletionRequest(OpenAI):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = Field(None, ge=0)
-    n_predict: int | None = Field(None, ge=1)
+    n_predict: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)

@@ -135,13 +135,6 @@ async def build_job(service: Service, body: CompletionBody) -> Job:
     first, *others = [await _prompt(service, each) for each in completions.prompts(body.prompt)]
     options.check_n_texts(service, 1 + len(others), "prompt")
     n_predict = body.n_predict if body.n_predict is not None else body.max_tokens
-    if n_predict == 0:
-        raise RequestError(
-            400,
-            "n_predict: expected 1 or more, or -1 for no limit, found 0; 1 also fills the prefix "
-            "cache",
-            param="n_predict",
-        )
     room = max(options.room(service, ids) for ids in (first, *others))
     bias, banned = await asyncio.to_thread(_bias, service, body.logit_bias or {})
     if body.ignore_eos:  # in llama.cpp: stop tokens are never sampled

@@ -45,7 +45,7 @@ def test_library_errors_do_not_name_command_line_options(path: Path) -> None:
     [
         (lambda: Sampler(temperature=-1), "generate", "--temp"),
         (lambda: Sampler(repetition_penalty=0), "generate", "--repeat-penalty"),
-        (lambda: Options(n_predict=0), "generate", "-n"),
+        (lambda: Options(n_predict=-1), "generate", "-n"),
         (lambda: Options(draft_max=99), "chat", "--draft-max"),
         (lambda: load_options.check_draft(2.0, None, True), "serve", "--draft-p-min"),
         (lambda: load_options.parse_device("tpu"), "verify", "--device"),
@@ -73,9 +73,12 @@ def test_errors_of_a_command_name_its_options(capsys: pytest.CaptureFixture[str]
 
 def test_responses_name_fields() -> None:
     with pytest.raises(G4Error) as caught:
-        Options(n_predict=0)
+        Options(n_predict=-1)
     error = RequestError.of(caught.value)
-    assert (error.message, error.param) == ("max_tokens: expected >= 1, found 0", "max_tokens")
+    assert (error.message, error.param) == (
+        "max_tokens: expected >= 0 (0 only reads the prompt), found -1",
+        "max_tokens",
+    )
 
 
 def test_other_words_in_backticks_stay() -> None:

@@ -172,8 +172,6 @@ def test_texts_and_tokens(busy: Served) -> None:
     assert busy.post("/tokenize", content=[107, "user"], add_special=True)["tokens"][0] == 107
     assert "outside the vocabulary" in busy.refused("/tokenize", {"content": [99999]})["message"]
     assert "65536 parts" in busy.refused("/tokenize", {"content": [5] * 65_537})["message"]
-    refused = busy.refused("/completion", {"prompt": "x", "n_predict": 0})
-    assert refused["message"].endswith("found 0; 1 also fills the prefix cache")
     other = {"content": "x", "model": "other"}
     assert busy.refused("/tokenize", other, 404)["code"] == "model_not_found"
     other = {"messages": [{"role": "user", "content": "x"}], "model": "other"}
@@ -189,6 +187,21 @@ def test_texts_and_tokens(busy: Served) -> None:
         in busy.refused("/tokenize", {"content": "x", "parse_special": False})["message"]
     )
     assert "outside the vocabulary" in busy.refused("/detokenize", {"tokens": [99999]})["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_fill_the_prefix_cache(busy: Served, stream: bool) -> None:
+    """Clients of llama.cpp read a prompt ahead with `n_predict` 0, which was refused."""
+    prompt = [2, *(10 + stream + i % 50 for i in range(600))]
+    if stream:
+        *none, answer = busy.stream("/completion", prompt=prompt, n_predict=0)
+        assert not none
+    else:
+        answer = busy.post("/completion", prompt=prompt, n_predict=0)
+    assert (answer["content"], answer["stop_type"]) == ("", "limit")
+    assert (answer["tokens_predicted"], answer["tokens_evaluated"]) == (0, 601)
+    again = busy.post("/completion", prompt=prompt, n_predict=2)
+    assert (again["tokens_predicted"], again["tokens_cached"]) == (2, 512)
 
 
 def test_templates_are_applied(busy: Served) -> None:

@@ -288,6 +288,20 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_completions_of_no_tokens(busy: Served) -> None:
+    """Return the prompt with `echo`, as OpenAI's API and vLLM do."""
+    for echo, text in ((False, ""), (True, "The cat")):
+        body = {"prompt": "The cat", "max_tokens": 0, "echo": echo}
+        answer = busy.post("/v1/completions", **body)
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "length")
+        assert answer["usage"]["completion_tokens"] == 0
+        events = busy.stream("/v1/completions", **body)
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+    refused = busy.refused("/v1/completions", {**body, "logprobs": 1})
+    assert refused["param"] == "echo"
+
+
 @pytest.mark.parametrize("name", sample(COMPLETIONS, 4))
 def test_completions_whole_streamed_and_undrafted(
     client: openai.OpenAI, plain: Served, name: str

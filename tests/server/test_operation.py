@@ -68,7 +68,7 @@ BODIES = [
     b'{"content": 3}',
     b'{"messages": [{}]}',
     b'{"messages": [[]]}',
-    b'{"prompt":"x","max_tokens":0}',
+    b'{"prompt":"x","max_tokens":-2}',
     b'{"prompt":"x","max_tokens":1e3}',
     b'{"prompt":"x","seed":1e30}',
     b'{"prompt":"x","stop":""}'[:-1],
