@@ -27,7 +27,7 @@ from g4spec.server import model_router
 from g4spec.server.addresses import is_loopback
 from g4spec.server.app import create_app
 from g4spec.server.json_response import JsonResponse
-from g4spec.server.middleware import JsonLogFormatter
+from g4spec.server.middleware import MAX_FOLLOWERS, JsonLogFormatter
 from g4spec.server.request_errors import RequestError
 from g4spec.server.service import Service
 
@@ -39,6 +39,13 @@ UNREAD_SECONDS = 60
 
 IDLE_SECONDS = 30
 """Time after which a connection ends that has no complete head of a request."""
+
+
+FILES = 128
+"""Open files besides connections: sockets, pipes, model files while they are loaded."""
+
+MAX_FILES = 1 << 20
+"""Largest limit of open files to set; some programs go through all numbers below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +214,27 @@ def configure_logging() -> None:
     logging.getLogger("asyncio").filters[:] = [OncePerMinute()]
 
 
+def raise_file_limit(connections: int) -> None:
+    """Raise the soft limit of open files to the hard one; log it if that is too low for so many
+    connections. Subprocesses inherit it."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    except (ImportError, ValueError, OSError):
+        return  # not supported by this system
+    needed = connections + FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        facts = {"limit": soft, "needed": needed, "fix": "raise the hard limit (ulimit -Hn)"}
+        logging.getLogger("g4spec.server").warning(
+            "the limit of open files is too low for all connections", extra={"facts": facts}
+        )
+
+
 class OncePerMinute(logging.Filter):
     """Passes a message once a minute: asyncio repeats one thousands of times a second while no file
     descriptor is free for a connection."""
@@ -306,6 +334,7 @@ def serve(
         more: arguments of `g4spec.server.app.create_app`.
     """
     configure_logging()
+    raise_file_limit(service.settings.queue + service.engine.n_slots + MAX_FOLLOWERS)
     service.warm_up()
     create_server(create_app(service, **more), service, address, ready).run(sockets=listeners)
 
@@ -319,6 +348,7 @@ def serve_models(
 ) -> None:
     """Serve several models until a signal; see `serve`."""
     configure_logging()
+    raise_file_limit(MAX_FOLLOWERS)
     application = model_router.create_app(router, **more)
     create_server(application, router.models, address, ready).run(sockets=listeners)
 

@@ -756,3 +756,25 @@ def test_the_first_signal_drains_and_the_second_stops(number: int, family: Path)
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("hard", "limit", "told"), [(4096, 4096, False), (300, 300, True), (-1, 1 << 20, False)]
+)
+def test_the_limit_of_open_files_is_raised(
+    hard: int,
+    limit: int,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each connection needs one; many systems start programs with 256 or 1024."""
+    resource = pytest.importorskip("resource")
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "RLIM_INFINITY", -1)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda what, limits: made.append(limits))
+    with caplog.at_level(logging.WARNING, "g4spec.server"):
+        run.raise_file_limit(1000)
+    assert made == [(limit, hard)]
+    assert [record.facts["needed"] for record in caplog.records] == [1128] * told
