@@ -53,6 +53,7 @@ _ROW: dict[str, type | tuple[type, ...]] = {
 _FILE: dict[str, type | tuple[type, ...]] = {
     "name": (str, type(None)),
     "sha256": (str, type(None)),
+    "source": (str, type(None)),
     "kind": (str, type(None)),
     "types": (dict, type(None)),
 }
@@ -231,7 +232,7 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if _retyped(name, old, new):
             continue
         one, two = (side["provenance"].get(name) or {} for side in (old, new))
-        if one.get("sha256") != two.get("sha256") or one.get("kind") != two.get("kind"):
+        if not _is_same_file(one, two):
             found.append(f"{name} {one.get('name')} and {two.get('name')} are different files")
     for name in ("n_predict", "sampler", "ignore_eos", "lengths"):
         a, b = old["options"].get(name), new["options"].get(name)
@@ -245,6 +246,14 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if prompts[0] != prompts[1]:
         found.append("other prompts")
     return found
+
+
+def _is_same_file(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
+    """Return True for one file, or two conversions of one checkpoint, whose metadata say when and
+    how they were made."""
+    made = [(side.get("source"), side.get("types")) for side in (one, two)]
+    same = one.get("sha256") == two.get("sha256") or (made[0] == made[1] and made[0][0])
+    return bool(same) and one.get("kind") == two.get("kind")
 
 
 def _retyped(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 import g4spec
 from g4spec import quant
 from g4spec.backend import Backend
+from g4spec.convert import provenance
 from g4spec.gguf import GGUF
 from g4spec.ops.reference import Ops
 
@@ -76,8 +77,9 @@ def without_folders(command: Sequence[str]) -> list[str]:
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Return name, size, SHA-256, architecture and quant types of a GGUF file. For a split model,
-    size and SHA-256 are those of the concatenated parts."""
+    """Return name, size, SHA-256, digest of the source of a conversion, architecture and quant
+    types of a GGUF file. For a split model, size and SHA-256 are those of the concatenated
+    parts."""
     digest = hashlib.sha256()
     with GGUF(path) as opened:
         for part in opened.parts:
@@ -86,11 +88,12 @@ def describe_file(path: Path) -> dict[str, Any]:
                     digest.update(block)
         size = sum(part.size for part in opened.parts)
         types = Counter(quant.by_type(t.type).name for t in opened.tensors.values())
-        kind = opened.kv.get("general.architecture")
+        kind, source = opened.kv.get("general.architecture"), opened.kv.get(provenance.DIGEST)
     return {
         "name": path.name,
         "bytes": size,
         "sha256": digest.hexdigest(),
+        "source": source,
         "kind": kind,
         "types": dict(types.most_common()),
     }

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from g4spec import cli
+from g4spec import cli, gguf
 from g4spec.errors import InputError, UsageError
+from g4spec.measure import run_record
 from g4spec.measure.bench_compare import compare, read_result, tolerance
 from g4spec.measure.prompts import OWN
 from tests.support import bench_result
@@ -111,6 +112,27 @@ def test_incomparable_files_are_rejected(pair: tuple[Data, Data], change: Any, w
     with pytest.raises(InputError, match=f"cannot be compared.*{words}.*`force`"):
         compare(*pair)
     assert any(words in w for w in compare(*pair, force=True).warnings)
+
+
+def test_conversions_of_one_checkpoint_are_the_same_file(
+    pair: tuple[Data, Data], tmp_path: Path
+) -> None:
+    """They contain when and how they were made: those of `-md FOLDER` differed after an update."""
+    for side, version in zip(pair, "12", strict=True):
+        kv = {
+            "g4spec.source_digest": gguf.string("d" * 64),
+            "g4spec.versions": gguf.string(version),
+        }
+        gguf.write(tmp_path / "draft.gguf", kv, [])
+        side["provenance"]["draft"] = run_record.describe_file(tmp_path / "draft.gguf")
+    old, new = (side["provenance"]["draft"] for side in pair)
+    assert old["sha256"] != new["sha256"] and not compare(*pair).warnings
+    new["source"] = "e" * 64
+    with pytest.raises(InputError, match=r"draft\.gguf and draft\.gguf are different files"):
+        compare(*pair)
+    old["source"] = new["source"] = None
+    with pytest.raises(InputError, match="different files"):
+        compare(*pair)
 
 
 def test_older_files_do_not_say_how_the_engine_was_loaded(pair: tuple[Data, Data]) -> None:
