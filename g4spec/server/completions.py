@@ -113,8 +113,8 @@ class _Piece:
 async def _pieces(
     generation: Generation, request: CompletionRequest
 ) -> AsyncGenerator[tuple[Text, _Piece], None]:
-    """Yield what the texts consist of: with `echo` first the prompt, with the first token or the end
-    after it."""
+    """Yield what the texts consist of: with `echo` first the prompt, before the first token or the
+    end."""
     read: dict[int, list[Logprobs] | None] = {text.index: [] for text in generation.texts}
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:

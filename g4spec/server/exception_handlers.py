@@ -13,6 +13,16 @@ from g4spec.server.middleware import error_response, internal_error
 from g4spec.server.request_errors import RequestError
 from g4spec.server.sse import ClientDisconnected
 
+NO_EMBEDDINGS = "this server computes no embeddings; use one with an embedding model"
+NO_RANKS = "this server does not rank documents; use one with a reranking model"
+
+MISSING = {
+    "/infill": "Gemma 4 has no tokens for infilling; send the text before the gap to /completion",
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), NO_EMBEDDINGS),
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), NO_RANKS),
+}
+"""Endpoints of llama.cpp that do not exist here, and why (501, as there)."""
+
 
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, RequestError)
@@ -27,6 +37,8 @@ async def _error(request: Request, error: Exception) -> Response:
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = f"{request.url.path:.200}"
+    if error.status_code == 404 and path in MISSING:
+        return await _refused(request, RequestError(501, f"{path}: {MISSING[path]}"))
     fix = "GET /openapi.json lists all"
     if path.startswith("/api/"):
         fix = "Ollama's API is not supported, use a client of OpenAI's API with a base URL on /v1"

@@ -184,6 +184,20 @@ def test_paths_and_methods(busy: Served) -> None:
     assert busy.http.options("/v1/completions").headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/infill", "infilling"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/embedding", "no embeddings"),
+        ("/v1/rerank", "does not rank"),
+    ],
+)
+def test_endpoints_of_llama_cpp_that_are_missing_say_why(busy: Served, path: str, why: str) -> None:
+    error = busy.refused(path, {"input": "x"}, 501)
+    assert error["type"] == "not_supported_error" and why in error["message"]
+
+
 def test_messages_repeat_only_the_beginning_of_long_names(busy: Served) -> None:
     long = "x" * 5000
     for path in (f"{long}", f"v1/models/{long}", f"v1/responses/{long}", f"v1/stream?{long}=1"):
