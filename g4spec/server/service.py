@@ -169,7 +169,7 @@ class Service:
             for prompt in job.prompts:
                 for i in range(job.n):
                     texts.append(self._text(job, prompt, i, len(texts)))
-        except G4Error:
+        except BaseException:
             for text in texts:
                 text.request.cancel()
             raise
@@ -348,7 +348,8 @@ class Generation:
                     500, message, code="engine_failed", retry_after=5 if restarting else None
                 ) from error
             raise
-        if self._expired:
+        reason = text.request.stats.stop_reason
+        if self._expired and reason == "cancelled":
             limit = self.service.settings.time_limit
             raise RequestError(
                 408,
@@ -356,7 +357,6 @@ class Generation:
                 "lower max_tokens, or retry later",
                 code="timeout",
             )
-        reason = text.request.stats.stop_reason
         if reason in ("cancelled", "closed", "interrupted"):
             raise RequestError(
                 503, f"generation was {reason} by the server; retry later", code="unavailable"

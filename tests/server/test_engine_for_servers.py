@@ -3,9 +3,11 @@ a dead thread."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import torch
 
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options
+from g4spec.runtime.request import Options, Request
+from g4spec.server.service import Job, Service
+from g4spec.server.settings import Settings
 
 Engines = Callable[..., Engine]
 
@@ -106,6 +110,47 @@ def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
     engine.start()
     assert time.perf_counter() - began < 0.25
     thread.join()
+
+
+def test_a_text_that_ends_with_its_time_is_complete(engines: Engines) -> None:
+    """Between its end and the moment when it was read, the limit turned it into an error (408)."""
+    engine = engines(None, parallel=2)
+    service = Service(engine, Settings("tiny"))
+    engine.start()
+
+    async def run() -> str | None:
+        generation = await service.submit(Job([2, 9], Options(n_predict=4, ignore_eos=True)))
+        while not generation.texts[0].request.done:
+            await asyncio.sleep(0.001)
+        generation._expire()
+        async with aclosing(generation.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+        generation.close()
+        return generation.texts[0].finish
+
+    assert asyncio.run(run()) == "length"
+
+
+def test_texts_end_if_not_all_can_be_submitted(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an unexpected error the first ones were generated for nobody."""
+    engine = engines(None, parallel=2)
+    service, made = Service(engine, Settings("tiny")), list[Request]()
+    submit = engine.submit
+
+    def second_fails(*args: Any) -> Request:
+        if made:
+            raise MemoryError
+        made.append(submit(*args))
+        return made[0]
+
+    monkeypatch.setattr(engine, "submit", second_fails)
+    job = Job([2, 9], Options(n_predict=400, ignore_eos=True), 2)
+    with pytest.raises(MemoryError):
+        asyncio.run(service.submit(job))
+    assert made[0].cancelled and service.open == 0
 
 
 class LateWakeLock:
