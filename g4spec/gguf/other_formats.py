@@ -1,4 +1,4 @@
-"""What a file is that is not a GGUF, for errors: files that hold or name one, and older formats.
+"""Names what a file is that is no GGUF, for errors: files that hold or name one, and older formats.
 
 Sources: the signatures of zip, gzip, zstd and xz; ggml's older magic numbers; ollama
 `manifest/manifest.go` (media types) and its folder of blobs.

@@ -45,8 +45,8 @@ Content = Annotated[
 
 
 Parsed = Annotated[Any, Field(exclude=True)]
-"""What the helpers of OpenAI's SDKs (`parse`, `stream`) add to an answer, which clients send back;
-ignored."""
+"""Ignored: fields that helpers of OpenAI's SDKs (`parse`, `stream`) add to an answer, which clients
+send back."""
 
 
 class Body(BaseModel):

@@ -235,7 +235,7 @@ def test_a_draft_keeps_up_in_a_batch(
 
 
 def test_log_probabilities_of_a_prompt(folder: Path) -> None:
-    """Those of generated tokens, which as a prompt are computed in blocks."""
+    """Compare them with those of generated tokens, which as a prompt are computed in blocks."""
     engine = load(folder / "dense-calm.gguf", chunk=64)
     run = engine.generate(PROMPT, Options(40, logprobs=3, ignore_eos=True))
     wanted = [entry for cycle in run for entry in cycle.logprobs]

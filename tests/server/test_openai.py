@@ -298,8 +298,6 @@ def test_completions_of_no_tokens(busy: Served) -> None:
         assert answer["usage"]["completion_tokens"] == 0
         events = busy.stream("/v1/completions", **body)
         assert "".join(event["choices"][0]["text"] for event in events) == text
-    refused = busy.refused("/v1/completions", {**body, "logprobs": 1})
-    assert refused["param"] == "echo"
 
 
 @pytest.mark.parametrize("name", sample(COMPLETIONS, 4))
@@ -340,7 +338,7 @@ def test_completions_whole_streamed_and_undrafted(
 
 
 def test_echoed_prompts_have_log_probabilities(busy: Served, plain: Served) -> None:
-    """As evaluation programs use them: of token ids, with no new tokens."""
+    """Send token ids and ask for no new tokens, as evaluation programs do."""
     begin = plain.post("/tokenize", content="def main():", add_special=True)["tokens"]
     n, n_all = len(begin), len(begin) + 6
     asked: dict[str, Any] = {"prompt": begin, "n_predict": 6, "temperature": 0, "n_probs": 2}
@@ -375,7 +373,7 @@ def test_echoed_prompts_have_log_probabilities(busy: Served, plain: Served) -> N
     [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],
 )
 def test_each_chunk_has_the_usage_so_far(busy: Served, path: str, body: dict[str, Any]) -> None:
-    """As vLLM's, for programs that measure load."""
+    """Ask as programs that measure load do (a field of vLLM)."""
     body = {**body, "max_tokens": 5, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     chunks = busy.stream(path, **body)
