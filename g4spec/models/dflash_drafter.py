@@ -89,7 +89,7 @@ class Drafter(WeightedDrafter):
     def draft_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """Return the `count` rows of each block [S, B, H] that predict a token: [S, count, H]."""
         first = 0 if self.config.from_anchor else 1
-        return rows[:, first : first + count]
+        return rows[:, first : first + count].contiguous()  # of one row, flatten would be a view
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Compute softcapped logits [T, D] of rows [T, H], over the draft's own vocabulary."""

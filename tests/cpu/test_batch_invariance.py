@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, Cycle, Draft, StepRows, Work
 from g4spec.runtime import cycle_timing
@@ -378,3 +379,14 @@ def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
             assert drafted == more[: n_ctx - 1 - place], place
             place += size
         assert place == n_ctx
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_predicting_rows_of_several_texts_are_packed(kind: str, count: int) -> None:
+    """As kernels read them: flattening one row of each block would leave gaps."""
+    draft: Any = memory_engine.engine(DRAFTS[kind], parallel=2).draft
+    block = torch.arange(3 * 8 * 4.0).view(3, 8, 4)
+    rows = draft.draft_rows(block, count).flatten(0, 1)
+    assert rows.is_contiguous() and rows.shape == (3 * count, 4)
+    assert rows[0, 0] in block[0, :2, 0] and rows[-1, 0] - rows[0, 0] == 64 + 4 * (count - 1)
