@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import time
-import weakref
 from bisect import insort
 from collections import deque
 from contextlib import ExitStack
@@ -42,10 +41,6 @@ from g4spec.runtime.task import Task
 
 INTERLEAVED_ROWS = PROMPT_BLOCK
 """Maximum number of prompt rows computed in a step while requests are running."""
-
-_freezing = weakref.WeakSet["Scheduler"]()
-"""Schedulers that froze objects (`gc.freeze`); the last one to close unfreezes those of all. Empty
-if the program had frozen its own before."""
 
 
 class Scheduler:
@@ -70,7 +65,7 @@ class Scheduler:
         self.cycles = Cycles(target, draft, backend, pool, length)
         self.waiting: deque[Task] = deque()
         self.running: list[Task] = []
-        self._prepared = False  # see `_prepare`
+        self._prepared = self._froze = False  # see `_prepare`
 
     def submit(self, task: Task) -> None:
         """Add a request to the queue."""
@@ -114,10 +109,8 @@ class Scheduler:
 
     def _drop_models(self) -> None:
         self.prefix.close()
-        if self in _freezing:
-            _freezing.remove(self)
-            if not _freezing:
-                gc.unfreeze()
+        if self._froze:
+            gc.unfreeze()  # also what others froze: no collection frees a part of it
         self.draft = None
         self.cycles.close()
 
@@ -147,9 +140,8 @@ class Scheduler:
             meter.run_plain()
         if not self._prepared and self.backend.padded:
             gc.collect()
-            if _freezing or not gc.get_freeze_count():
-                _freezing.add(self)
             gc.freeze()  # a full collection of what a model consists of takes 0.1 s
+            self._froze = True
         self._prepared = True
 
     def _try_admit(self, task: Task) -> bool:
