@@ -77,7 +77,7 @@ class PendingRows:
             draft.commit(rows, self._ops.ids([n - 1 for n in rows.batch.sizes]))
 
     def catch_up(self, draft: Draft, sequences: Seq[Sequence]) -> float:
-        """Do the same, and return the seconds that it took."""
+        """Update the draft as `flush` does, and return the seconds that it took."""
         began = time.perf_counter()
         self.flush(draft, sequences)
         self._rows[0][0, 0].item()  # wait for the device
