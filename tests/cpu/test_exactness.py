@@ -179,6 +179,8 @@ class DraftsRarely:
 
     def observe(self, *args: object) -> None: ...
 
+    def discard(self, *args: object) -> None: ...
+
     def decisions(self, step: int, states: Seq[Any], *args: object) -> list[None]:
         return [None] * len(states)
 
