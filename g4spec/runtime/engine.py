@@ -39,7 +39,7 @@ from g4spec.runtime.scheduler import Scheduler
 from g4spec.runtime.target import Target
 from g4spec.runtime.task import Task
 from g4spec.runtime.tokenizer import Tokenizer
-from g4spec.runtime.torch_settings import own_settings
+from g4spec.runtime.torch_settings import own_settings, rounding_notes
 
 
 class Engine:
@@ -194,7 +194,8 @@ class Engine:
         return self.submit(prompt, options)
 
     def _enqueue(self, prompt: Sequence[int], options: Options) -> Request:
-        request = Request(prompt, options, self, self.tokenizer, self.notes)
+        notes = self.notes + rounding_notes()
+        request = Request(prompt, options, self, self.tokenizer, notes)
         drafting = self.draft is not None and options.draft_max != 0
         with torch.inference_mode(False), own_settings(self.target.ops.device):  # of its tensors
             chooser = RequestChooser(options, prompt, self.config.n_vocab, self.backend)

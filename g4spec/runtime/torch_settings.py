@@ -32,3 +32,18 @@ def own_settings(device: torch.device) -> AbstractContextManager[Any]:
     stack.enter_context(torch.autocast(device.type, enabled=False))
     stack.enter_context(torch.device("cpu"))
     return stack
+
+
+def rounding_notes() -> list[str]:
+    """Return a remark if the program lets torch round float32 products, which holds for the whole
+    process, so that an engine cannot set it aside."""
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set for one backend
+        exact = False
+    if exact:
+        return []
+    return [
+        "float32 products are rounded (`torch.set_float32_matmul_precision`, `allow_tf32`): "
+        "texts may differ from those of other processes"
+    ]

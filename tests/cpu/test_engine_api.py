@@ -1002,6 +1002,17 @@ def test_settings_of_torch_of_the_caller_change_nothing(
     assert got.ids == want.ids
 
 
+@pytest.mark.parametrize("known", ["high", RuntimeError("set for one backend")], ids=str)
+def test_rounded_products_of_the_process_are_said(
+    known: str | RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = engine()
+    assert not on.submit(PROMPTS[0], OPTIONS).notes
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mock.Mock(side_effect=[known]))
+    (note,) = on.submit(PROMPTS[0], OPTIONS).notes
+    assert "set_float32_matmul_precision" in note
+
+
 @pytest.mark.parametrize("current", [0, 1])
 def test_steps_use_the_default_stream_of_their_gpu(
     current: int, monkeypatch: pytest.MonkeyPatch
