@@ -1,5 +1,5 @@
-"""Which quantized checkpoints are read. All others are refused by their configuration, before any
-weights are read or downloaded.
+"""Checks which quantized checkpoints are read. Others are refused by their configuration, before
+any weights are read or downloaded.
 
 Sources: compressed-tensors `transform/transform_args.py` (locations of transforms).
 """

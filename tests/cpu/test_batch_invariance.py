@@ -384,7 +384,7 @@ def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_predicting_rows_of_several_texts_are_packed(kind: str, count: int) -> None:
-    """As kernels read them: flattening one row of each block would leave gaps."""
+    """Kernels read rows without gaps, which flattening one row of each block would leave."""
     draft: Any = memory_engine.engine(DRAFTS[kind], parallel=2).draft
     block = torch.arange(3 * 8 * 4.0).view(3, 8, 4)
     rows = draft.draft_rows(block, count).flatten(0, 1)
