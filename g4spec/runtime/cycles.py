@@ -128,21 +128,23 @@ class Cycles:
         idle = [t for t, n in zip(running, counts, strict=True) if not n and t.seq.pending]
         if not any(self.target.pending.overrun(t.seq, rows) for t in idle):
             return 0.0
-        useful = [t.seq for t in idle if self._would_pay(t)]
-        took = self._catch_up(useful, [t.draft_state for t in running]) if useful else 0.0
+        useful = sorted(filter(self._would_pay, idle), key=lambda t: -t.tokens_left)
+        took = self._catch_up([t.seq for t in useful], [t.draft_state for t in running])
         for task in idle:
             if self.target.pending.overrun(task.seq, rows):
                 task.stop_drafting("for many tokens no proposal was worth its time")
         return took
 
     def _catch_up(self, sequences: list[Sequence], waiting: list[PolicyState]) -> float:
-        """Update the draft with all pending rows of these sequences if the requests that wait for
-        it can afford that. Return the seconds that it took."""
-        assert self.draft is not None
-        rows = sum(len(s.pending) for s in sequences)
-        expected = rows * min(islice(self._row_seconds, 1, None), default=0.0)
-        if not self.length.spend(waiting, expected):
+        """Update the draft with all pending rows of as many of these sequences as the requests that
+        wait for it can afford. Return the seconds that it took."""
+        seconds = min(islice(self._row_seconds, 1, None), default=0.0)
+        while sequences and not self.length.spend(waiting, seconds * _n_pending(sequences)):
+            sequences = sequences[: len(sequences) // 2]
+        if not sequences:
             return 0.0
+        assert self.draft is not None
+        rows = _n_pending(sequences)
         took = self.target.pending.catch_up(self.draft, sequences)
         self._row_seconds.append(took / rows)
         return took
@@ -249,3 +251,7 @@ class Cycles:
     def close(self) -> None:
         """Drop the references to the models."""
         self.draft, self.runners = None, ()
+
+
+def _n_pending(sequences: list[Sequence]) -> int:
+    return sum(len(s.pending) for s in sequences)

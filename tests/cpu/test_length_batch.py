@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from g4spec import core
 from g4spec.core import MAX_DRAFT, Cycle, Work
 from g4spec.runtime import draft_length
 from g4spec.runtime.cycle_costs import CycleCosts
@@ -723,3 +724,20 @@ def test_a_draft_may_pay_only_when_a_request_runs_alone() -> None:
     assert not lengths.pays_alone(lengths.new_state(3), 6, context=20.0)
     assert lengths.costs is not None and lengths.costs.context == 100.0
     assert not DraftLengthPolicy().pays_alone(state, 6, context=20.0)
+
+
+@pytest.mark.parametrize(("credit", "caught"), [(40.0, 4), (20.0, 2), (8.0, 1), (7.0, 0)])
+def test_as_many_drafts_keep_up_as_are_affordable(
+    credit: float, caught: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four that lag by 8 rows of a second each, those in front."""
+    cycles = memory_engine.engine(DRAFTS["dflash"], parallel=4).scheduler.cycles
+    sequences = [core.Sequence(slot, [2], 0, pending=list(range(8))) for slot in range(4)]
+    state, given = cycles.length.new_state("auto"), list[core.Sequence]()
+    cycles.length.credit.balance = state.credit.balance = credit
+    cycles._row_seconds.extend([9.0, 1.0])
+    monkeypatch.setattr(
+        cycles.target.pending, "catch_up", lambda draft, some: given.extend(some) or 5.0
+    )
+    assert cycles._catch_up(sequences, [state]) == (5.0 if caught else 0.0)
+    assert given == sequences[:caught] and state.credit.balance == credit - 8 * caught
