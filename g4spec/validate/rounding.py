@@ -56,7 +56,7 @@ def largest_rms(form: Format) -> float:
     """Return the maximum relative RMS error of a type whose values have no error bound."""
     if form.name in RELATIVE or form.bound is not None:
         return math.inf
-    return min(UNRELATED, USUAL_FACTOR / math.exp2(8 * form.block_bytes / form.block))
+    return min(UNRELATED, USUAL_FACTOR / math.pow(2.0, 8 * form.block_bytes / form.block))
 
 
 @cache
