@@ -30,7 +30,8 @@ from g4spec.models.upstream import REFUSED_SUFFIX
 
 OLLAMA_NOTE = (
     "Ollama wrote the file: llama.cpp refuses its vision and audio, and reads its tokenizer "
-    "otherwise; what `g4spec quantize` makes of it, llama.cpp loads"
+    "otherwise; llama.cpp loads what `g4spec quantize` makes of it, with a loss "
+    "(`--allow-requantize`) if it is quantized"
 )
 
 
@@ -78,9 +79,10 @@ def gguf_caches(kv: Mapping[str, Any], arch: str) -> tuple[CacheShape, ...]:
 def read_once(file: GGUF, kv: Mapping[str, Any], arch: str) -> float:
     """Return the fraction of the weights that one token reads: no inactive experts, no per-layer
     token tables."""
-    total = sum(t.nbytes for t in file.tensors.values())
-    experts = sum(t.nbytes for name, t in file.tensors.items() if "_exps" in name)
-    tables = sum(t.nbytes for name, t in file.tensors.items() if "per_layer_token_embd" in name)
+    tensors = ollama.text_tensors(file)
+    total = sum(t.nbytes for t in tensors.values())
+    experts = sum(t.nbytes for name, t in tensors.items() if "_exps" in name)
+    tables = sum(t.nbytes for name, t in tensors.items() if "per_layer_token_embd" in name)
     n, used = kv.get(f"{arch}.expert_count", 0), kv.get(f"{arch}.expert_used_count", 0)
     idle = experts * (1 - used / n) if isinstance(n, int) and n and isinstance(used, int) else 0.0
     return (total - idle - tables) / total if total else 1.0
@@ -107,11 +109,12 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
         kv = file.kv
         n = _layers(kv, "gemma4")
         size = size_like(facts, _number(kv, "gemma4.embedding_length"), n)
-        every = [t for t in file.tensors.values() if len(t.shape) > 1] or [*file.tensors.values()]
+        tensors = ollama.text_tensors(file).values()
+        every = [t for t in tensors if len(t.shape) > 1] or [*tensors]
         large = [t for t in every if math.prod(t.shape) > 1 << 20] or every
         names = [t.format.name for t in large]
         common = max(set(names), key=names.count).upper() if names else "none"
-        nbytes = sum(t.nbytes for t in file.tensors.values())
+        nbytes = sum(t.nbytes for t in tensors)
         theirs = ollama.wrote(file)
         engines = ("g4spec",) if theirs else ("llama.cpp", "g4spec")
         option = WeightFormat(common, nbytes, engines, own=runtime_support.weight_bytes(file))

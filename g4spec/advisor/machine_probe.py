@@ -45,6 +45,9 @@ ENVIRONMENT = (
     "VLLM_USE_V2_MODEL_RUNNER",
     "VLLM_USE_RAY_COMPILED_DAG",
 )
+ON = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Values that engines choose themselves."""
+
 NAME_ONLY_LIMIT = 96
 
 
@@ -126,7 +129,7 @@ def probe(facts: Facts, system: System | None = None) -> Machine:
         nvlink=nvlink,
         tools=tools,
         torch_arches=torch_arches() if "torch" in tools else (),
-        env=frozenset(name for name in ENVIRONMENT if system.env.get(name)),
+        env=frozenset(n for n in ENVIRONMENT if system.env.get(n, "") not in ("", ON.get(n))),
         other=None if gpus else _other(facts, system),
         notes=tuple(notes),
     )

@@ -14,7 +14,7 @@ from g4spec.convert import sources
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 from g4spec.gguf.header import TensorInfo
-from g4spec.models import gemma4, ngram
+from g4spec.models import gemma4, ngram, ollama
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import REFUSED_SUFFIX
 from g4spec.quant import get, policy, readable
@@ -125,13 +125,14 @@ def cache_types() -> tuple[str, ...]:
 
 def weight_bytes(file: GGUF) -> int:
     """Return the bytes that the weights of a file take in GPU memory."""
-    return sum(map(tensor_bytes, file.tensors.values()))
+    return sum(map(tensor_bytes, ollama.text_tensors(file).values()))
 
 
 def repacked_note(file: GGUF) -> str:
     """Describe the quantized matrices whose size in GPU memory differs from that in the file, or
     return ""."""
-    matrices = [t for t in file.tensors.values() if t.format.quantized and len(t.shape) > 1]
+    tensors = ollama.text_tensors(file).values()
+    matrices = [t for t in tensors if t.format.quantized and len(t.shape) > 1]
     other = [t for t in matrices if tensor_bytes(t) != t.nbytes]
     floats = [t for t in other if unpackable(t.format.name, t.shape[-1], t.shape[-2], False)]
     rewritten = [t for t in other if t not in floats]
@@ -170,7 +171,7 @@ def gpu_bytes(type: str, nbytes: int) -> int:
 def mix_note(file: GGUF) -> str:
     """Describe a mix of types, as `12.3 GB Q4_K, 2.1 GB Q6_K`; "" for a single type."""
     held: dict[str, int] = {}
-    for t in file.tensors.values():
+    for t in ollama.text_tensors(file).values():
         held[t.format.name.upper()] = held.get(t.format.name.upper(), 0) + t.nbytes
     large = [(n, name) for name, n in held.items() if n > max(held.values()) / 100]
     if len(large) < 2:

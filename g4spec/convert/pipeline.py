@@ -306,12 +306,13 @@ def _requantize(
     start = time.perf_counter()
     read = [importance.path] if importance and importance.path else []
     output_checks.refuse_overwrite(output, [*(part.path for part in file.parts), *read])
-    choice = Policy(mix, file.shapes(), importance is not None)
-    unused = ollama.other_parts(file)
-    rows = tuple(_requantized(file, n, choice, allow) for n in file.tensors if n not in unused)
+    used = ollama.text_tensors(file)
+    choice = Policy(mix, {n: t.shape for n, t in used.items()}, importance is not None)
+    rows = tuple(_requantized(file, name, choice, allow) for name in used)
     if change:
         output_checks.refuse_copy(file, output.path, rows)
-    dropped = (PlannedTensor("drop", n, None, file.tensors[n].shape, "", PARTS) for n in unused)
+    unused = (t for name, t in file.tensors.items() if name not in used)
+    dropped = (PlannedTensor("drop", t.name, None, t.shape, "", PARTS) for t in unused)
     plan = Plan((*rows, *dropped), choice)
     notes = [*notes, *plan.notes()]
     weights = _weights(file, plan, importance, notes) if importance else {}

@@ -44,7 +44,7 @@ def from_gguf(gguf: GGUF) -> KV:
 def usual_keys(gguf: GGUF) -> KV:
     """Return the keys of a file's tokenizer that Ollama writes otherwise than upstream, as upstream
     does; none for other files. A prompt always begins with BOS."""
-    if not ollama.has_tokenizer(gguf) or gguf.array_type(TYPES) is None:
+    if not ollama.has_tokenizer(gguf) or None in map(gguf.array_type, (TOKENS, TYPES)):
         return {}
     tokens, types = gguf[TOKENS], gguf.number_array(TYPES)
     return {

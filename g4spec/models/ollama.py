@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from g4spec.models.spec import BYTE, CONTROL, NORMAL, USER_DEFINED, VISIBLE
 
 if TYPE_CHECKING:
-    from g4spec.gguf import GGUF
+    from g4spec.gguf import GGUF, TensorInfo
 
 MODEL, PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 _OTHER_PARTS = re.compile(r"(v|a|mm)\..*|model\.vision_tower\..*")
@@ -45,6 +45,12 @@ def other_parts(file: GGUF) -> list[str]:
     if file.get("general.architecture") != "gemma4":
         return []
     return [name for name in file.tensors if _OTHER_PARTS.fullmatch(name)]
+
+
+def text_tensors(file: GGUF) -> dict[str, TensorInfo]:
+    """Return the tensors of a file without those for vision and audio."""
+    unused = frozenset(other_parts(file))
+    return {name: info for name, info in file.tensors.items() if name not in unused}
 
 
 def wrote(file: GGUF) -> bool:

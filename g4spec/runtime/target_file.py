@@ -95,16 +95,13 @@ def plan_memory(
         draft.check(config.n_vocab)
         drafted = list(draft.file.tensors.values())
 
-    unused = ollama.other_parts(file)
-    used = [info for name, info in file.tensors.items() if name not in unused]
-
     def plan(size: memory.Size) -> memory.MemoryPlan:
         return memory.plan(
             backend,
             size,
             chunk,
             config,
-            used,
+            ollama.text_tensors(file).values(),
             gemma4.caches(config),
             drafted,
             draft.shapes(),

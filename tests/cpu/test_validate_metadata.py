@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import GGUF, ValueType, boolean, string
-from g4spec.models.spec import NORMAL, USER_DEFINED
+from g4spec.gguf import GGUF, ValueType, array, boolean, string
+from g4spec.models.spec import CONTROL, NORMAL, USER_DEFINED
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import ERROR
 from tests.support import faults, tiny, tiny_drafts
@@ -203,6 +204,13 @@ def test_a_draft_of_a_target_by_ollama_has_the_usual_tokenizer(
     rules = ["G4-PAIR-011", "G4-PAIR-017"]
     report = validate(family / "dflash.gguf", target, only=rules)
     assert [f.where for f in report.findings] == ["tokenizer.ggml.pre"]
+    with GGUF(family / "dflash.gguf") as file:
+        types = np.array(file["tokenizer.ggml.token_type"])
+    types[300:310] = CONTROL
+    other = {"tokenizer.ggml.token_type": array(ValueType.I32, types)}
+    draft = rewritten(family / "dflash.gguf", tmp_path / "draft.gguf", same, other)
+    report = validate(draft, target, only=rules)
+    assert {f.where for f in report.findings} == {"tokenizer.ggml.pre", *other}
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,8 @@ def by_ollama(file: GGUF, info: TensorInfo) -> list[TensorData]:
     name = info.name.replace(".ffn_down_exps.scale", ".ffn_gate_inp.per_expert_scale")
     out = [TensorData(name, info.shape, info.type, [file.raw(info.name)])]
     if name == "output_norm.weight":
-        for name, *shape in (("v.patch_embd.weight", 4, 3, 2, 2), ("mm.a.fc.bias", 64)):
+        vision = [(f"v.blk.{i}.attn_v.weight", 32, 32) for i in range(12)]
+        for name, *shape in (("mm.a.fc.bias", 64), *vision):
             out.append(TensorData(name, tuple(shape), 0, [np.ones(shape, np.float32)]))
     return out
 

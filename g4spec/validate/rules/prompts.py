@@ -5,13 +5,15 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from g4spec.convert import provenance
 from g4spec.convert.tokenizer import BYTE_TOKEN, STOP_IDS, usual_keys
 from g4spec.models.spec import BYTE, CONTROL
 from g4spec.runtime.template import syntax_error
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, rule
-from g4spec.validate.rules.vocabulary import FROM_TARGET, TOKENS, special_ids
+from g4spec.validate.rules.vocabulary import FROM_TARGET, TOKENS, special_ids, tokenizer_fix
 from g4spec.validate.subject import Subject
 
 FILE, TARGET = Needs.FILE, Needs.TARGET
@@ -123,11 +125,10 @@ def template(s: Subject) -> Findings:
 def added(s: Subject) -> Findings:
     """Engines that tokenize for the draft with its own settings give it a prompt that is one token
     shorter than the target's: every position of the draft is off by one."""
+    changed = usual_keys(_target(s).open_file)  # Ollama's, by the conversion
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         key = f"tokenizer.ggml.{name}"
-        mine, its = s.flag(key), _target(s).flag(key)
-        if key in usual_keys(_target(s).open_file):  # the conversion changes Ollama's
-            continue
+        mine, its = s.flag(key), changed[key].data if key in changed else _target(s).flag(key)
         if mine is not None and its is not None and mine != its:
             yield Finding(key, its, mine, FROM_TARGET)
 
@@ -178,9 +179,10 @@ def settings(s: Subject) -> Findings:
     changed = usual_keys(target.open_file)
     named = (key for key in {**target.keys, **s.keys} if key.startswith("tokenizer.ggml."))
     for key in named:
-        if key in COMPARED or key in changed or (key not in target.keys and key == MASK):
+        if key in COMPARED or (key not in target.keys and key == MASK):
             continue
-        mine, its = _value(s, key), _value(target, key)
+        its = _plain(changed[key].data) if key in changed else _value(target, key)
+        mine = _value(s, key)
         if mine != its and key != MASK:
             yield Finding(
                 key, "the target's", "another value" if key in s.keys else "nothing", FROM_TARGET
@@ -201,7 +203,7 @@ def token_types(s: Subject) -> Findings:
                 f"tokenizer.ggml.token_type[{i}]",
                 wanted or f"1 to {BYTE}",
                 f"{int(types[i])} for {text!r}",
-                FROM_TARGET,
+                tokenizer_fix(s),
             )
             return
 
@@ -264,6 +266,11 @@ def compiles(s: Subject) -> Findings:
         return
     if why := syntax_error(found):
         yield Finding(TEMPLATE, "a Jinja template", why, FROM_TARGET)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as `_value` does."""
+    return value.tobytes() if isinstance(value, np.ndarray) else value
 
 
 def _value(s: Subject, key: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from g4spec.convert.tokenizer import STOP_IDS
+from g4spec.models import ollama
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import EAGLE, ERROR, TARGETS, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
@@ -17,6 +18,7 @@ TOKENS = "tokenizer.ggml.tokens"
 SPECIAL = ("bos", "eos", "eot", "unknown", "padding", "mask")
 STOP_TOKENS = {1: "<eos>", 50: "<|tool_response>", 106: "<turn|>"}
 FROM_TARGET = "convert again with --target, which copies the target's tokenizer"
+BY_OLLAMA = "none for g4spec, which reads it; llama.cpp needs a file that Ollama did not write"
 
 
 def special_ids(s: Subject) -> dict[str, int]:
@@ -32,7 +34,14 @@ def model(s: Subject) -> Findings:
     which llama.cpp's converter calls "llama", only lists the tokens."""
     found = s.text("tokenizer.ggml.model")
     if found != "gemma4" and (s.arch not in EAGLE or found != "llama"):
-        yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", FROM_TARGET)
+        yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", tokenizer_fix(s))
+
+
+def tokenizer_fix(s: Subject) -> str:
+    """Return the fix for a tokenizer that is not as upstream writes it."""
+    keys = (ollama.MODEL, ollama.PRE)
+    theirs = ollama.has_tokenizer({key: s.text(key) for key in keys})
+    return BY_OLLAMA if theirs and s.arch == "gemma4" else FROM_TARGET
 
 
 @rule("G4-VOC-002", ERROR, "scores and types must have one entry per token", needs=FILE)
