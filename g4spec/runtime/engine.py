@@ -257,8 +257,8 @@ class Engine:
             yield
             return
         waiter = object()
-        self._lock_waiters.add(waiter)
         try:
+            self._lock_waiters.add(waiter)
             self._condition.acquire()
         finally:
             self._lock_waiters.discard(waiter)

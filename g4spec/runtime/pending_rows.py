@@ -78,10 +78,15 @@ class PendingRows:
 
     def catch_up(self, draft: Draft, sequences: Seq[Sequence]) -> float:
         """Update the draft as `flush` does, and return the seconds that it took."""
+        self._wait()
         began = time.perf_counter()
         self.flush(draft, sequences)
-        self._rows[0][0, 0].item()  # wait for the device
+        self._wait()
         return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        """Wait for what the device has been given."""
+        self._rows[0][0, 0].item()
 
     def _take(self, sequences: Seq[Sequence], most: int) -> StepRows:
         """Remove and return the first `most` pending rows of each sequence."""

@@ -295,8 +295,8 @@ class Scheduler:
             return
         try:
             self._cycle(after_prefill=True)
-        except torch.OutOfMemoryError as error:  # not of the prompt
-            raise RuntimeError("out of memory in a cycle") from error
+        except (torch.OutOfMemoryError, InputError) as error:  # not of the prompt
+            raise RuntimeError(f"an error in a cycle: {error}") from error
 
     def _cycle(self, after_prefill: bool) -> None:
         """Run one cycle of all running requests. If possible, start the next one before waiting for

@@ -99,13 +99,14 @@ class _Piece:
     """The next part of a text.
 
     Attributes:
-        first: the first token of the prompt, before `tokens`; None if they do not begin there.
+        first, echo: see `response_parts.CompletionLogprobs.of`.
         finish, progress: see `Delta`.
     """
 
     words: str = ""
     tokens: list[Token] = field(default_factory=list)
     first: int | None = None
+    echo: str | None = None
     finish: str | None = None
     progress: int | None = None
 
@@ -132,42 +133,37 @@ async def _pieces(
 def _prompt(
     generation: Generation, request: CompletionRequest, text: Text, found: list[Logprobs]
 ) -> _Piece:
-    words, ids = _echo(generation, request, text), text.request.prompt
+    sent, ids = prompts(request.prompt)[text.index // generation.job.n], text.request.prompt
+    echo = sent if isinstance(sent, str) else None
+    words = generation.service.tokenizer.decode(sent) if echo is None else echo
     if request.logprobs is None:
         return _Piece(words)
     tokens = [Token(id, *logprobs) for id, logprobs in zip(ids[1:], found, strict=True)]
-    return _Piece(words, tokens, first=ids[0])
-
-
-def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str:
-    prompt = prompts(request.prompt)[text.index // generation.job.n]
-    return prompt if isinstance(prompt, str) else generation.service.tokenizer.decode(prompt)
+    return _Piece(words, tokens, first=ids[0], echo=echo)
 
 
 async def full_response(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
     """Return the complete response body."""
-    wholes = [_Piece() for _ in generation.texts]
+    tokenizer = generation.service.tokenizer
+    found = [response_parts.CompletionLogprobs(tokenizer) for _ in generation.texts]
+    choices: list[dict[str, Any]] = [
+        {
+            "index": text.index,
+            "text": "",
+            "logprobs": None if request.logprobs is None else {},
+            "finish_reason": None,
+        }
+        for text in generation.texts
+    ]
     async with aclosing(_pieces(generation, request)) as pieces:
         async for text, piece in pieces:
-            whole = wholes[text.index]
-            whole.words += piece.words
-            whole.tokens += piece.tokens
-            whole.first = whole.first if piece.first is None else piece.first
-            whole.finish = piece.finish
-    choices = []
-    for index, whole in enumerate(wholes):
-        logprobs = None
-        if request.logprobs is not None:
-            found = response_parts.CompletionLogprobs(generation.service.tokenizer)
-            logprobs = found.of(whole.tokens, first=whole.first)
-        choices.append(
-            {
-                "index": index,
-                "text": whole.words,
-                "logprobs": logprobs,
-                "finish_reason": whole.finish,
-            }
-        )
+            choice, finder = choices[text.index], found[text.index]
+            choice["text"] += piece.words
+            choice["finish_reason"] = piece.finish
+            if request.logprobs is not None:
+                part = finder.of(piece.tokens, first=piece.first, echo=piece.echo)
+                for key, values in part.items():
+                    choice["logprobs"].setdefault(key, []).extend(values)
     out = {**_head(generation), "choices": choices, "usage": response_parts.usage(generation)}
     return out | (
         {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
@@ -184,7 +180,7 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
     def chunk(text: Text, piece: _Piece) -> str:
         logprobs = None
         if piece.tokens or piece.first is not None:
-            logprobs = found[text.index].of(piece.tokens, first=piece.first)
+            logprobs = found[text.index].of(piece.tokens, first=piece.first, echo=piece.echo)
         out = _head(generation)
         out["choices"] = [
             {

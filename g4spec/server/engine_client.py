@@ -327,7 +327,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                 self._on_message(channel, name, more)
         finally:
             with self._lock:
-                self._channel = None
+                self._channel, self._load_progress = None, inf
             channel.close()
             process.kill()
             code = process.wait()

@@ -188,7 +188,7 @@ class LlamaCpp(Body):
 
     timings_per_token: bool | None = None
     return_progress: bool | None = None
-    sse_ping_interval: int | None = Field(None, ge=-1)
+    sse_ping_interval: int | None = Field(None, ge=-1, le=86_400)
     id_slot: int | None = None
     verbose: bool | None = None
 

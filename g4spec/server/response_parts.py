@@ -148,7 +148,9 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._text, self._offset = tokenizer, tokenizer.stream(), 0
 
-    def of(self, tokens: Sequence[Token], *, first: int | None = None) -> dict[str, Any]:
+    def of(
+        self, tokens: Sequence[Token], *, first: int | None = None, echo: str | None = None
+    ) -> dict[str, list[Any]]:
         """Return the object of the next tokens.
 
         `text_offset` is the number of characters that are complete before each token, and
@@ -156,12 +158,16 @@ class CompletionLogprobs:
 
         Args:
             first: the first token of a prompt, which has no log-probability; it precedes `tokens`.
+            echo: the prompt if it is a text, whose control tokens are part of it.
         """
         begin = [] if first is None else [first]
+        text = self._text if echo is None else self._tokenizer.stream(special=True)
         starts = []
         for id in [*begin, *(t.id for t in tokens)]:
             starts.append(self._offset)
-            self._offset += len(self._text.push([id]))
+            if echo is None or starts[1:] or echo.startswith(self._name(id)):  # else an added BOS
+                self._offset += len(text.push([id]))
+        self._offset = self._offset if echo is None else len(echo)
         tops = [dict([*t.top, (t.id, t.logprob)]) for t in tokens]
         return {
             "tokens": [self._name(id) for id in [*begin, *(t.id for t in tokens)]],

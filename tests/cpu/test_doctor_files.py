@@ -464,9 +464,10 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
 
     def file(**sizes: int) -> Any:
         tensors = {k.replace("__", "."): SimpleNamespace(nbytes=v) for k, v in sizes.items()}
-        return SimpleNamespace(tensors=tensors)
+        return SimpleNamespace(tensors=tensors, get=lambda key: "gemma4")
 
-    moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120)
+    vision = {"v__blk__0__ffn_up__weight": 5000}
+    moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120, **vision)
     kv = {"gemma4.expert_count": 128, "gemma4.expert_used_count": 8}
     assert gguf_models.read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
     small = file(per_layer_token_embd__weight=300, token_embd__weight=100)

@@ -1317,6 +1317,29 @@ def test_out_of_memory_in_a_prompt_ends_only_its_request(
     assert [first.text, last.text] == [texts[0], texts[2]] and nothing_left(on)
 
 
+def test_an_error_in_a_cycle_within_a_prompt_is_not_the_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listener that submits a wrong prompt ended another request with its error."""
+    on = engine(2)
+    first = on.submit(PROMPTS[0], OPTIONS)
+    on.step()
+    read = on.backend.read
+
+    def paused(target: Any, slot: int, ids: Sequence[int], start: int, pause: Any) -> Any:
+        if slot != on.scheduler.running[0].seq.slot:
+            first.listen(lambda: on.submit([]))
+            pause()
+        return read(target, slot, ids, start, pause)
+
+    monkeypatch.setattr(on.backend, "read", paused)
+    other = on.submit(PROMPTS[1], OPTIONS)
+    with pytest.raises(RuntimeError, match=r"in a cycle: .*empty"):
+        while on.step():
+            pass
+    assert first.done and other.done and not other.ids
+
+
 # ---- fairness
 
 

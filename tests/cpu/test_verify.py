@@ -33,6 +33,11 @@ def test_more_tokens_than_the_context_are_refused() -> None:
         verify.verify(engine, todo(1), 64)
 
 
+def test_no_tokens_are_nothing_to_verify() -> None:
+    with pytest.raises(UsageError, match=r"`n_predict`: expected >= 1"):
+        verify.verify(bench_engine.engine(), todo(1), 0)
+
+
 def test_a_model_draft_does_not_change_the_text() -> None:
     engine = memory_engine.engine(memory_models.dflash_draft)
     verdict = verify.verify(engine, todo(8), 24)

@@ -457,6 +457,8 @@ def test_requests_of_the_web_ui(busy: Served) -> None:
     }
     assert busy.stream("/v1/chat/completions", **body)[-1]["choices"][0]["finish_reason"] == "stop"
     assert "greater" in busy.refused("/v1/chat/completions", {**body, "max_tokens": 0})["message"]
+    endless = {**body, "sse_ping_interval": 10**400}
+    assert "less" in busy.refused("/v1/chat/completions", endless)["message"]
     request = fields.ChatRequest.model_validate(body)
     assert request.max_tokens is None
     never = fields.ChatRequest.model_validate({**body, "sse_ping_interval": -1})

@@ -368,6 +368,19 @@ def test_echoed_prompts_have_log_probabilities(busy: Served, plain: Served) -> N
         assert entries[:n_all] == found[name] and len(entries) == n_all + 3
 
 
+@pytest.mark.parametrize("begin", ["", "<bos>"])
+def test_control_tokens_of_an_echoed_text_have_their_length(busy: Served, begin: str) -> None:
+    """Clients take the answer from the first offset after the prompt."""
+    prompt = f"{begin}<|turn>user\nThe cat<turn|>\n"
+    body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": 3, "ignore_eos": True}
+    answer = busy.post("/v1/completions", **body)
+    starts = answer["choices"][0]["logprobs"]["text_offset"]
+    assert starts[:2] == [0, len(begin)]
+    assert starts[answer["usage"]["prompt_tokens"]] == len(prompt)
+    streamed = [c["choices"][0]["logprobs"] for c in busy.stream("/v1/completions", **body)]
+    assert [at for part in streamed if part for at in part["text_offset"]] == starts
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "x"})],

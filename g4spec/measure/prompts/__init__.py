@@ -132,6 +132,8 @@ def _category(name: str) -> tuple[list[str], str]:
 
 def check_n_predict(n_predict: int, n_ctx: int) -> None:
     """Raise UsageError unless a prompt fits into the context beside `n_predict` new tokens."""
+    if n_predict < 1:
+        raise UsageError("`n_predict`", expected=">= 1", found=n_predict)
     if n_predict >= n_ctx:
         raise UsageError(
             "`n_predict`", expected=f"less than the context, {n_ctx} tokens", found=n_predict
