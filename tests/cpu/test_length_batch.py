@@ -730,7 +730,7 @@ def test_a_draft_may_pay_only_when_a_request_runs_alone() -> None:
 def test_as_many_drafts_keep_up_as_are_affordable(
     credit: float, caught: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four that lag by 8 rows of a second each, those in front."""
+    """Four lag by 8 rows of a second each; those in front come first."""
     cycles = memory_engine.engine(DRAFTS["dflash"], parallel=4).scheduler.cycles
     sequences = [core.Sequence(slot, [2], 0, pending=list(range(8))) for slot in range(4)]
     state, given = cycles.length.new_state("auto"), list[core.Sequence]()
