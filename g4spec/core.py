@@ -298,6 +298,11 @@ class Cycle:
     error: Exception | None = None
     decision: Any = None
 
+    def count_wait(self, seconds: float) -> None:
+        """Set `step_seconds`, given the seconds from the start of the cycle to its result. The
+        longer time counts: the cycle may have run before this wait, or waited for the host."""
+        self.step_seconds = max(seconds - self.draft_seconds, self.step_seconds)
+
 
 class Chooser(Protocol):
     """Turns logits into tokens for one sequence.

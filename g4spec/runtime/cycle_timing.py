@@ -145,12 +145,10 @@ class CycleMeter:
             runner.result()
             began = time.perf_counter()
         cycle = runner.result()[0]
-        proposal, waited = cycle.draft_seconds, time.perf_counter() - began
-        # As in `Cycles.finish`: if the host is late, the cycle has run before this wait.
-        step = max(waited - proposal, cycle.step_seconds)
+        cycle.count_wait(time.perf_counter() - began)
         for s, _ in sequences:
             s.pending = []
-        return proposal, step
+        return cycle.draft_seconds, cycle.step_seconds
 
 
 def _padded_counts(texts: int, most: int, one_pass: bool) -> list[int]:

@@ -217,10 +217,8 @@ class Cycles:
         waited = 0.0 if after_prefill else self._ended - began
         alive = [i for i, t in enumerate(oldest.tasks) if not t.request.done]
         for i in alive:
-            cycle = cycles[i]
-            # Take the longer time: the cycle may have run before this wait, or waited for the host.
-            cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
-            cycle.decision = oldest.decisions[i]
+            cycles[i].count_wait(waited)
+            cycles[i].decision = oldest.decisions[i]
         if alive:
             seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
             self.length.observe(
