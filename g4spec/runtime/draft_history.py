@@ -10,17 +10,16 @@ from g4spec.core import MAX_DRAFT
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 """Prior acceptance of the first position, and its weight in observations."""
 
+HALF_LIFE = 12
+"""Number of cycles after which the weight of an observation has halved."""
+_DECAY = 0.5 ** (1.0 / HALF_LIFE)
+
 
 class Acceptance:
     """Estimates the acceptance of each draft position, given that the previous positions were
-    accepted.
+    accepted."""
 
-    Args:
-        memory: number of cycles after which the weight of an observation has halved.
-    """
-
-    def __init__(self, memory: int) -> None:
-        self._decay = 0.5 ** (1.0 / memory)
+    def __init__(self) -> None:
         self._accepted = [0.0] * MAX_DRAFT
         self._tried = [0.0] * MAX_DRAFT
 
@@ -32,8 +31,8 @@ class Acceptance:
         """Record `count` drafted tokens of which the first `accepted` were accepted. A rejection
         gives no information about later positions."""
         for i in range(min(accepted + 1, count)):
-            self._tried[i] = self._tried[i] * self._decay + 1
-            self._accepted[i] = self._accepted[i] * self._decay + (i < accepted)
+            self._tried[i] = self._tried[i] * _DECAY + 1
+            self._accepted[i] = self._accepted[i] * _DECAY + (i < accepted)
 
     def expected(self, max_count: int) -> list[float]:
         """Return the expected tokens of a cycle that drafts 0, 1, ... `max_count` tokens,
@@ -67,7 +66,7 @@ class TimeCredit:
 
 
 class PolicyState:
-    """State of the policy for one request. Created by `DraftLengthPolicy.new_state`.
+    """State of the policy for one request.
 
     Attributes:
         requested: fixed number of drafted tokens per step, or "auto".
@@ -76,9 +75,9 @@ class PolicyState:
         since_draft: number of steps since the last one that drafted.
     """
 
-    def __init__(self, requested: int | Literal["auto"], memory: int) -> None:
+    def __init__(self, requested: int | Literal["auto"]) -> None:
         self.requested = requested
-        self.acceptance = Acceptance(memory)
+        self.acceptance = Acceptance()
         self.credit = TimeCredit()
         self.since_draft = 0
         self.started = False

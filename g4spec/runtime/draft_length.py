@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from g4spec.runtime.cycle_costs import CycleCosts
 from g4spec.runtime.draft_decision import DraftDecision
@@ -60,16 +60,15 @@ class DraftLengthPolicy:
 
     Args:
         padded: see `CycleCosts`.
-        memory: see `Acceptance`.
 
     Attributes:
         costs: None until measured; until then `auto` drafts nothing.
     """
 
-    def __init__(self, padded: bool = False, memory: int = 12) -> None:
-        self.padded, self.memory = padded, memory
+    def __init__(self, padded: bool = False) -> None:
+        self.padded = padded
         self.costs: CycleCosts | None = None
-        self.acceptance = Acceptance(memory)
+        self.acceptance = Acceptance()
         self.credit = TimeCredit()
         self.since_draft = 0
         self._plan: dict[PolicyState, int] = {}  # of the cycles that have not been observed yet
@@ -86,10 +85,6 @@ class DraftLengthPolicy:
         """Set the measured cycle times: (requests, drafted tokens each) -> seconds, at short
         contexts; `per_byte`: seconds per byte of KV cache that a step reads."""
         self.costs = CycleCosts(seconds, self.padded, per_byte)
-
-    def new_state(self, requested: int | Literal["auto"]) -> PolicyState:
-        """Create the state of a new request that drafts a fixed number of tokens, or "auto"."""
-        return PolicyState(requested, self.memory)
 
     def plan(
         self, states: Sequence[PolicyState], max_counts: Sequence[int], context: float = 0.0

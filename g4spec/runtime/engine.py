@@ -29,6 +29,7 @@ from g4spec.models import gemma4, ngram, ollama
 from g4spec.runtime import devices, loading, memory, target_file
 from g4spec.runtime.chooser import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
+from g4spec.runtime.draft_history import PolicyState
 from g4spec.runtime.draft_length import DraftLengthPolicy
 from g4spec.runtime.engine_stats import EngineStats, collect_stats
 from g4spec.runtime.pool import Pool
@@ -204,12 +205,10 @@ class Engine:
         requested = (
             0 if not drafting or (options.draft_max == "auto" and short) else options.draft_max
         )
-        text = self.lengths.new_state(requested)
+        state, submitted = PolicyState(requested), time.perf_counter()
         self._submitted += 1
         self.scheduler.submit(
-            Task(
-                self._submitted, request, list(prompt), chooser, text, drafting, time.perf_counter()
-            )
+            Task(self._submitted, request, list(prompt), chooser, state, drafting, submitted)
         )
         return request
 

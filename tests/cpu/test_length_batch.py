@@ -119,7 +119,7 @@ class Simulation:
         self._longest_base = 0.0
 
     def join(self, held: Held, asked: int | None = None, left: int = 10**9) -> SimulatedText:
-        text = SimulatedText(self.lengths.new_state("auto" if asked is None else asked), held, left)
+        text = SimulatedText(PolicyState("auto" if asked is None else asked), held, left)
         self.live.append(text)
         return text
 
@@ -267,7 +267,7 @@ def test_costs_follow_what_cycles_take(padded: bool) -> None:
     """A GPU that becomes slower after it was measured, as when it gets warm."""
     lengths = DraftLengthPolicy(padded)
     lengths.set_costs(TABLES["usual"])
-    texts = [lengths.new_state(0), lengths.new_state(0)]
+    texts = [PolicyState(0), PolicyState(0)]
     assert lengths.costs is not None
     before = lengths.costs([0, 0])
     for _ in range(50):
@@ -282,7 +282,7 @@ def test_a_plan_that_is_never_affordable_is_not_saved_for(padded: bool) -> None:
     lengths = DraftLengthPolicy(padded)
     lengths.set_costs(table(2.5, 4.0, 0.0))
     lengths.credit.balance = CREDIT * 1.0
-    good, bad = lengths.new_state("auto"), lengths.new_state(0)
+    good, bad = PolicyState("auto"), PolicyState(0)
     lengths.plan([good, bad], [0, 0])
     for _ in range(50):
         good.acceptance.observe(MAX_DRAFT, MAX_DRAFT)
@@ -394,7 +394,7 @@ def test_the_plan_is_optimal_under_the_estimates(padded: bool) -> None:
             table(rng.uniform(1.0, 1.4), rng.uniform(1.4, 5.0), rng.uniform(0.0, 1.0))
         )
         lengths.credit.balance = 100.0
-        texts = [lengths.new_state("auto") for _ in range(4)]
+        texts = [PolicyState("auto") for _ in range(4)]
         lengths.plan(texts, [0] * 4)
         for text in texts:
             accept = chance(rng.random(), rng.randrange(1000))
@@ -453,13 +453,13 @@ def test_texts_that_draft_well_get_more_of_the_budget() -> None:
 def test_a_text_starts_with_the_latest_estimates() -> None:
     """Estimates made while it was waiting count, too."""
     run = Simulation(table())
-    waiting = run.lengths.new_state("auto")
+    waiting = PolicyState("auto")
     text = run.join(chance(0.9, 0))
     run.run(100)
     run.leave(text)
     assert run.lengths.plan([waiting], [MAX_DRAFT])[0] > 1
     run = Simulation(table())
-    assert run.lengths.plan([run.lengths.new_state("auto")], [MAX_DRAFT]) == [0]
+    assert run.lengths.plan([PolicyState("auto")], [MAX_DRAFT]) == [0]
 
 
 @BACKENDS
@@ -477,7 +477,7 @@ def test_a_text_in_a_batch_returns_to_a_draft_that_became_good(padded: bool) -> 
 def test_without_room_nothing_is_drafted_and_the_next_step_is_certain() -> None:
     """A text that cannot draft does not prevent starting cycles ahead, however long it runs."""
     lengths = DraftLengthPolicy()
-    texts = [lengths.new_state("auto"), lengths.new_state(4)]
+    texts = [PolicyState("auto"), PolicyState(4)]
     assert lengths.wants_costs
     assert lengths.plan(texts, [5, 5]) == [0, 4]  # the cost of a draft is not known yet
     lengths.observe(texts, [0, 4], [0, 2], 1.0)
@@ -492,7 +492,7 @@ def test_without_room_nothing_is_drafted_and_the_next_step_is_certain() -> None:
 def test_the_time_of_a_cycle_counts_texts_that_have_ended() -> None:
     lengths = DraftLengthPolicy()
     lengths.set_costs(table(growth=1.0))
-    texts = [lengths.new_state("auto"), lengths.new_state(2)]
+    texts = [PolicyState("auto"), PolicyState(2)]
     assert lengths.plan(texts, [0, 2]) == [0, 2]
     assert lengths.costs is not None
     before = lengths.costs([0, 2])
@@ -508,7 +508,7 @@ def test_costs_depend_on_the_contexts_of_a_batch() -> None:
     lengths = DraftLengthPolicy()
     lengths.set_costs(table(2.2, 2.4), per_byte=1e-9)
     assert lengths.costs is not None
-    text = lengths.new_state("auto")
+    text = PolicyState("auto")
     for context, pays in ((0.0, False), (1e9, True)):
         drafted = 0
         for _ in range(200):
@@ -528,7 +528,7 @@ def test_cycles_that_are_planned_ahead_have_their_own_contexts() -> None:
     """The time that a growing context takes is not taken for a slower machine."""
     lengths = DraftLengthPolicy()
     lengths.set_costs(table(), per_byte=1e-9)
-    text, plain = lengths.new_state(0), table()[1, 0]
+    text, plain = PolicyState(0), table()[1, 0]
     lengths.plan([text], [0], context=0.0)
     for i in range(200):
         assert lengths.plan_ahead([text], [0], [0], context=1e7 * (i + 1))
@@ -674,7 +674,7 @@ def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
 
 def test_each_length_has_its_reason() -> None:
     lengths = DraftLengthPolicy()
-    texts = [lengths.new_state("auto"), lengths.new_state(4), lengths.new_state(0)]
+    texts = [PolicyState("auto"), PolicyState(4), PolicyState(0)]
     for most, wanted in ((5, ["unmeasured", "asked", "off"]), (0, ["room", "room", "off"])):
         counts = lengths.plan(texts, [most] * 3)
         shares = lengths.decisions(1, texts, counts, [most] * 3)
@@ -692,7 +692,7 @@ def test_each_length_has_its_reason() -> None:
     assert all((why == "probe") == bool(count) for why, count in given_reasons[-3 * PROBE :])
     lengths.set_costs(table(1.06, 3.0, 1.0))
     lengths.credit.balance = CREDIT * 1.0
-    both = [lengths.new_state("auto"), lengths.new_state("auto")]
+    both = [PolicyState("auto"), PolicyState("auto")]
     lengths.plan(both, [0, 0])
     for _ in range(50):
         both[0].acceptance.observe(MAX_DRAFT, MAX_DRAFT)
@@ -704,7 +704,7 @@ def test_each_length_has_its_reason() -> None:
 
 def test_time_between_cycles_is_paid_from_the_credit_of_all() -> None:
     lengths = DraftLengthPolicy()
-    first, second = lengths.new_state("auto"), lengths.new_state("auto")
+    first, second = PolicyState("auto"), PolicyState("auto")
     lengths.credit.balance, first.credit.balance, second.credit.balance = 3.0, 2.0, 1.0
     assert not lengths.spend([first, second], 1.5)
     assert lengths.spend([first, second], 1.0) and lengths.spend([first], 1.0)
@@ -716,12 +716,12 @@ def test_a_draft_may_pay_only_when_a_request_runs_alone() -> None:
     """Its own context counts, not that of the batch, which is left as it is."""
     lengths = DraftLengthPolicy()
     lengths.set_costs({(1, 0): 1.0, (1, 6): 3.0, (8, 0): 1.0, (8, 6): 30.0}, per_byte=1.0)
-    state = lengths.new_state("auto")
+    state = PolicyState("auto")
     lengths.plan([state] * 2, [0, 0], 100.0)
     assert lengths.pays_alone(state, 6, context=20.0)
     assert not lengths.pays_alone(state, 6, context=0.0)
     assert not lengths.pays_alone(state, 0, context=20.0)
-    assert not lengths.pays_alone(lengths.new_state(3), 6, context=20.0)
+    assert not lengths.pays_alone(PolicyState(3), 6, context=20.0)
     assert lengths.costs is not None and lengths.costs.context == 100.0
     assert not DraftLengthPolicy().pays_alone(state, 6, context=20.0)
 
@@ -733,7 +733,7 @@ def test_as_many_drafts_keep_up_as_are_affordable(
     """Four lag by 8 rows of a second each; those in front come first."""
     cycles = memory_engine.engine(DRAFTS["dflash"], parallel=4).scheduler.cycles
     sequences = [core.Sequence(slot, [2], 0, pending=list(range(8))) for slot in range(4)]
-    state, given = cycles.length.new_state("auto"), list[core.Sequence]()
+    state, given = PolicyState("auto"), list[core.Sequence]()
     cycles.length.credit.balance = state.credit.balance = credit
     cycles._row_seconds.extend([9.0, 1.0])
     monkeypatch.setattr(

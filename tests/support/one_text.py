@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from g4spec.runtime import cycle_costs, draft_length
+from g4spec.runtime.draft_history import PolicyState
 
 
 def policy_of(table: Mapping[int, float]) -> draft_length.DraftLengthPolicy:
@@ -38,7 +39,7 @@ class Policy:
 
     def begin(self) -> None:
         self._certain: int | None = None
-        self.state = self.lengths.new_state("auto" if self.requested is None else self.requested)
+        self.state = PolicyState("auto" if self.requested is None else self.requested)
 
     def next(self, max_count: int) -> int:
         """Return how many tokens to draft now."""
