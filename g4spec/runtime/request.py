@@ -226,8 +226,7 @@ class Request:
         try:
             while True:
                 ended = self.done  # before: the last cycle may arrive together with the end
-                while (cycle := self._take()) is not None:
-                    yield cycle
+                yield from self.drain()
                 if ended:
                     break
                 self._driver.advance(self)
@@ -257,7 +256,7 @@ class Request:
             while True:
                 arrived.clear()
                 ended = self.done
-                while (cycle := self._take()) is not None:
+                for cycle in self.drain():
                     yield cycle
                 if ended:
                     break
