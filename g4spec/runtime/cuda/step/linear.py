@@ -46,13 +46,13 @@ class SplitKWorkspace:
 
     Attributes:
         count: CTAs that run at once (multiprocessors).
-        partial: partial sums, float32, for `groups` groups of 16 activation rows.
+        partial: partial sums, float32, for `MAX_ROW_GROUPS` groups of 16 activation rows.
         arrived: counters of finished CTAs, zero between kernels.
     """
 
-    def __init__(self, device: torch.device, groups: int = MAX_ROW_GROUPS) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.count = launch.processors(device.index)
-        room = self.count * groups * GROUP_ROWS * 256
+        room = self.count * MAX_ROW_GROUPS * GROUP_ROWS * 256
         self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 

@@ -169,9 +169,9 @@ def fives(words: range, span: int) -> Part:
     return Part("high", "q", 4, span, source, "w p c k g t s", sizes, moves, swapped=True)
 
 
-def by_row(first: str, last: str, count: int, word: int = 4, span: int = 256) -> Part:
+def by_row(first: str, last: str, count: int, span: int = 256) -> Part:
     """Return the part for `count` words of each `span` columns of a row."""
-    return Part(first, last, word, span, "c x", "c w p h g x", {"x": count})
+    return Part(first, last, 4, span, "c x", "c w p h g x", {"x": count})
 
 
 def factors(name: str, word: int, span: int) -> Part:
