@@ -41,7 +41,7 @@ def diagnose(
         engines.judge(facts, machine, question, name)
         for name in ([engine] if engine else engines.NAMES)
     ]
-    requested = verdicts_asked(verdicts, machine, engine)
+    requested = verdicts_asked(verdicts, engine)
     d.asked, d.works = True, any(v.works for v in requested)
     best = best_verdict(verdicts, requested)
     after = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from g4spec.advisor.conditions import Situation
-from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import UNKNOWN_SIZE, CardMemoryPlan
 from g4spec.advisor.named_models import TargetModel, WeightFormat
 from g4spec.advisor.schema import EngineFact, ProblemFact
@@ -74,9 +73,7 @@ class EngineVerdict:
         return tuple(p for p in self.conditions if not p.cured)
 
 
-def verdicts_asked(
-    verdicts: list[EngineVerdict], machine: Machine, engine: str | None = None
-) -> list[EngineVerdict]:
+def verdicts_asked(verdicts: list[EngineVerdict], engine: str | None = None) -> list[EngineVerdict]:
     """Return the verdicts that decide whether the run can work."""
     if engine:
         return verdicts

@@ -55,7 +55,7 @@ def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
     return engine_fact(facts, name).newest, found is not None
 
 
-def n_gpus_for(name: str, machine: Machine, target: TargetModel, asked: int | None) -> int:
+def n_gpus_for(name: str, machine: Machine, asked: int | None) -> int:
     """Return how many cards share the model: a power of two over all nodes for tensor parallelism
     (it must divide the query heads), all cards of one node for llama.cpp's layer split, one for
     g4spec."""
@@ -73,7 +73,6 @@ def n_gpus_for(name: str, machine: Machine, target: TargetModel, asked: int | No
 
 
 def situation(
-    facts: Facts,
     machine: Machine,
     q: Question,
     name: str,
@@ -121,7 +120,7 @@ def machine_situation(machine: Machine, name: str, version: str, gpus: int) -> S
     )
 
 
-def _kv_types(facts: Facts, row: EngineFact, machine: Machine, q: Question) -> tuple[str, ...]:
+def _kv_types(row: EngineFact, machine: Machine, q: Question) -> tuple[str, ...]:
     """Return the cache types to plan for: the requested one, or all that the card supports."""
     if q.kv is not None:
         return (q.kv,)
@@ -138,17 +137,15 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         return _own(facts, machine, q)
     row = engine_fact(facts, name)
     version, installed = version_of(facts, machine, name)
-    gpus = n_gpus_for(name, machine, q.target, q.gpus)
+    gpus = n_gpus_for(name, machine, q.gpus)
     calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched, q.split)
-    kinds = _kv_types(facts, row, machine, q)
+    kinds = _kv_types(row, machine, q)
     loadable = [
         o for o in q.target.formats if name in o.engines and holds(o.cc, machine.cc or (0,))
     ]
     option, plans, plan = choose_format(calc, name, loadable, q, kinds)
-    refusal, fix = _refusal(facts, machine, q, row, option, plans, plan)
-    s = situation(
-        facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
-    )
+    refusal, fix = _refusal(facts, machine, q, row, plans, plan)
+    s = situation(machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus)
     found = [p for p in facts.all(ProblemFact) if matches(p.when, s)]
     found.sort(key=lambda p: p.rank)
     return EngineVerdict(
@@ -187,7 +184,6 @@ def _refusal(
     machine: Machine,
     q: Question,
     row: EngineFact,
-    option: WeightFormat | None,
     plans: tuple[CardMemoryPlan, ...],
     plan: CardMemoryPlan | None,
 ) -> tuple[str, str]:
@@ -318,7 +314,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
             f"and needs {need / GIB:.0f} GiB of RAM"
         )
         fix = "use it to convert and validate; run with llama.cpp"
-    s = situation(facts, machine, q, "g4spec", __version__, None, None, q.context, 1)
+    s = situation(machine, q, "g4spec", __version__, None, None, q.context, 1)
     return EngineVerdict(
         row,
         q.target,

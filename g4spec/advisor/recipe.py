@@ -134,8 +134,8 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
     if v.refusal:
         fix = alternatives.fix(facts, machine, q, v, f"g4spec recipe {engine}")
         r.blocked.append((v.refusal, "", fix))
-    _nodes(r, machine, q, engine)
-    _lacks(r, v, q)
+    _nodes(r, machine, engine)
+    _lacks(r, v)
     if r.blocked:
         r.instead = _instead(facts, machine, q, engine)
         return r
@@ -159,7 +159,7 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
     return r
 
 
-def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
+def _nodes(r: Recipe, machine: Machine, engine: str) -> None:
     """Block several nodes for every engine except vLLM and SGLang."""
     if machine.nodes > 1 and engine in GGUF:
         why = {
@@ -175,7 +175,7 @@ def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
         )
 
 
-def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
+def _lacks(r: Recipe, v: EngineVerdict) -> None:
     """Block the recipe if it is unknown whether it works, and not known that it does not."""
     for p in v.conditions:
         if p.unknown and not v.blockers:

@@ -47,7 +47,7 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
         question = Question(named_target(facts, size), draft)
         verdicts = [engines.judge(facts, d.machine, question, n) for n in engines.NAMES]
         found = {n: next(v for v in verdicts if v.engine.name == n) for n in names}
-        mark, why, fix = _mark(d, verdicts)
+        mark, why, fix = _mark(verdicts)
         runs = runs or (size.id if mark != "bad" else "")
         text = "; ".join(_fits(v) for v in found.values()) + _pace(facts, d, found, draft)
         if mark == "bad":
@@ -67,9 +67,9 @@ def survey_sizes(facts: Facts, d: Diagnosis) -> None:
         d.steps.append('ask about a GPU: g4spec doctor --assume "RTX 3090"')
 
 
-def _mark(d: Diagnosis, verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:
+def _mark(verdicts: list[EngineVerdict]) -> tuple[Mark, str, str]:
     """Return the mark of a size, its condition and its fix if it has one."""
-    requested = verdicts_asked(verdicts, d.machine)
+    requested = verdicts_asked(verdicts)
     best = best_verdict(verdicts, requested)
     if best is None or not best.works or all(v.refused for v in requested):
         return "bad", "", ""
