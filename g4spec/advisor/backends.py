@@ -56,10 +56,10 @@ def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
     return found.smem_block * KIB if found is not None else None
 
 
-def backend_names(facts: Facts, engine: str) -> list[str]:
-    """Return the engine's names for its backends, without the generation in parentheses."""
+def backend_names(facts: Facts) -> list[str]:
+    """Return vLLM's names for its backends, without the generation in parentheses."""
     names = [
-        b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == engine
+        b.name.split(" (")[0].split(", ") for b in facts.all(BackendFact) if b.engine == "vllm"
     ]
     return sorted({name for group in names for name in group})
 

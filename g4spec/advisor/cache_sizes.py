@@ -74,10 +74,10 @@ def g4spec_slots(caches: Sequence[CacheShape], context: int) -> int:
     return capacity(context, window_of(caches), SLACK)
 
 
-def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int:
+def vllm_slots(window: int, batched: int, context: int) -> int:
     """Return the positions that vLLM stores per sliding layer for one sequence of at most `context`
-    tokens, with `batches` batches in flight (2 with asynchronous scheduling)."""
-    blocks = math.ceil((window - 1 + batches * batched) / BLOCK) + 1
+    tokens, with two batches in flight (asynchronous scheduling)."""
+    blocks = math.ceil((window - 1 + 2 * batched) / BLOCK) + 1
     return min(blocks, math.ceil(context / BLOCK)) * BLOCK
 
 

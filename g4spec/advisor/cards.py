@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import re
-from collections.abc import Mapping
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
@@ -110,7 +109,7 @@ def _is_memory(listed: float, given: float) -> bool:
     return abs(listed - given) <= max(1.5, 0.05 * listed)
 
 
-def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> Machine:
+def assume(facts: Facts, text: str) -> Machine:
     """Parse a machine: `2x RTX 3090`, `3090 x2`, `V100 16GB`, `4x GB10`, `sm_86 24GB`,
     `RTX 4090 + RTX 3090`, `CPU 64GB`. Raise UsageError with suggestions for anything else.
 
@@ -122,7 +121,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     bare = re.sub(r"\b(with )?nvlink\b", "", text, flags=re.IGNORECASE).strip()
     bare = re.sub(r"^(cpu|ram)(?=\d)", r"\1 ", bare, flags=re.IGNORECASE)
     if _CPU.match(_SIZE.sub("", bare).strip()):
-        return _without_gpu(bare, text, tools)
+        return _without_gpu(bare, text)
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
         n, name = _counted(facts, part.strip())
         if _counted(facts, name)[1] != name:
@@ -143,7 +142,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
         nvlink = None if any("boards" in k for k in kinds) else False
     if linked:
         nvlink = True
-    return Machine(tuple(gpus), nodes, nvlink=nvlink, tools=dict(tools or {}), assumed=True)
+    return Machine(tuple(gpus), nodes, nvlink=nvlink, assumed=True)
 
 
 def _counted(facts: Facts, part: str) -> tuple[int, str]:
@@ -174,13 +173,13 @@ def _size(name: str) -> float | None:
     return float(found[1]) if found else None
 
 
-def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machine:
+def _without_gpu(bare: str, text: str) -> Machine:
     """Build a machine without an NVIDIA card, with the RAM that the text gives."""
     size = _size(bare)
     if not size:
         raise UsageError(f"--assume {text!r}: how much memory?", expected='a size, as "CPU 64GB"')
     ram = int(size * GIB)
-    return Machine((), ram=ram, ram_free=ram, tools=dict(tools or {}), assumed=True)
+    return Machine((), ram=ram, ram_free=ram, assumed=True)
 
 
 def _card(facts: Facts, name: str, text: str) -> Gpu:

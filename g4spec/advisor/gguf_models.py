@@ -60,30 +60,30 @@ def _layers(kv: Mapping[str, Any], prefix: str) -> int:
     return n
 
 
-def gguf_caches(kv: Mapping[str, Any], arch: str) -> tuple[CacheShape, ...]:
+def gguf_caches(kv: Mapping[str, Any]) -> tuple[CacheShape, ...]:
     """Return the cache shapes of a gemma4 file, without layers that share an earlier cache."""
-    a = f"{arch}."
-    n = _layers(kv, arch)
-    heads = _list(kv, a + "attention.head_count_kv", n)
-    sliding = _list(kv, a + "attention.sliding_window_pattern", n)
-    window = _number(kv, a + "attention.sliding_window")
-    full = _number(kv, a + "attention.key_length")
-    swa = _number(kv, a + "attention.key_length_swa", full)
-    shared = _number(kv, a + "attention.shared_kv_layers", 0)
+    a = "gemma4.attention."
+    n = _layers(kv, "gemma4")
+    heads = _list(kv, a + "head_count_kv", n)
+    sliding = _list(kv, a + "sliding_window_pattern", n)
+    window = _number(kv, a + "sliding_window")
+    full = _number(kv, a + "key_length")
+    swa = _number(kv, a + "key_length_swa", full)
+    shared = _number(kv, a + "shared_kv_layers", 0)
     return tuple(
         CacheShape(int(heads[i]), swa if sliding[i] else full, window if sliding[i] else None)
         for i in range(max(0, n - shared))
     )
 
 
-def read_once(file: GGUF, kv: Mapping[str, Any], arch: str) -> float:
+def read_once(file: GGUF, kv: Mapping[str, Any]) -> float:
     """Return the fraction of the weights that one token reads: no inactive experts, no per-layer
     token tables."""
     tensors = ollama.text_tensors(file)
     total = sum(t.nbytes for t in tensors.values())
     experts = sum(t.nbytes for name, t in tensors.items() if "_exps" in name)
     tables = sum(t.nbytes for name, t in tensors.items() if "per_layer_token_embd" in name)
-    n, used = kv.get(f"{arch}.expert_count", 0), kv.get(f"{arch}.expert_used_count", 0)
+    n, used = kv.get("gemma4.expert_count", 0), kv.get("gemma4.expert_used_count", 0)
     idle = experts * (1 - used / n) if isinstance(n, int) and n and isinstance(used, int) else 0.0
     return (total - idle - tables) / total if total else 1.0
 
@@ -123,10 +123,10 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
             size=size.id if size else "other",
             given=given,
             formats=(option,),
-            caches=gguf_caches(kv, "gemma4"),
+            caches=gguf_caches(kv),
             context=_number(kv, "gemma4.context_length"),
             hub=size.hub if size else "",
-            active=read_once(file, kv, "gemma4"),
+            active=read_once(file, kv),
             moe=bool(kv.get("gemma4.expert_count")),
             is_gguf=True,
             is_local=True,

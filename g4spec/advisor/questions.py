@@ -87,7 +87,7 @@ def build_question(
             expected=f"at most {target.context}",
         )
     if backend is not None:
-        backend, known = backend.upper(), backends.backend_names(facts, "vllm")
+        backend, known = backend.upper(), backends.backend_names(facts)
         if backend not in known:
             raise UsageError(
                 "--attention-backend", expected=f"one of {', '.join(known)}", found=backend

@@ -350,11 +350,11 @@ def test_gguf_metadata_of_shared_layers() -> None:
         "gemma4.attention.shared_kv_layers": 2,
     }
     expected = (CacheShape(2, 256, 512), CacheShape(1, 512, None))
-    assert gguf_models.gguf_caches(kv, "gemma4") == expected
+    assert gguf_models.gguf_caches(kv) == expected
     with pytest.raises(InputError):
-        gguf_models.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
+        gguf_models.gguf_caches({**kv, "gemma4.block_count": "many"})
     with pytest.raises(InputError):
-        gguf_models.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
+        gguf_models.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]})
 
 
 # ---- names
@@ -469,10 +469,10 @@ def test_only_active_experts_and_no_token_tables_are_read() -> None:
     vision = {"v__blk__0__ffn_up__weight": 5000}
     moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120, **vision)
     kv = {"gemma4.expert_count": 128, "gemma4.expert_used_count": 8}
-    assert gguf_models.read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
+    assert gguf_models.read_once(moe, kv) == pytest.approx((80 + 120) / 1400)
     small = file(per_layer_token_embd__weight=300, token_embd__weight=100)
-    assert gguf_models.read_once(small, {}, "gemma4") == pytest.approx(0.25)
-    assert gguf_models.read_once(file(), {}, "gemma4") == 1.0
+    assert gguf_models.read_once(small, {}) == pytest.approx(0.25)
+    assert gguf_models.read_once(file(), {}) == 1.0
 
 
 def test_weights_are_counted_as_the_runtime_holds_them(family: dict[str, Path]) -> None:
