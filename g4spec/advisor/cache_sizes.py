@@ -81,15 +81,9 @@ def vllm_slots(window: int, batched: int, context: int) -> int:
     return min(blocks, math.ceil(context / BLOCK)) * BLOCK
 
 
-def heads_per_card(n_kv: int, tp: int) -> float:
-    """Return the KV heads per card with tensor parallelism: n_kv / tp, at least 1."""
-    return max(n_kv / tp, 1.0)
-
-
 def shapes_per_card(caches: Sequence[CacheShape], tp: int) -> tuple[CacheShape, ...]:
     """Return the cache shapes on one card of a tensor-parallel group."""
-    heads = {n: math.ceil(heads_per_card(n, tp)) for n in {c.n_kv for c in caches}}
-    return tuple(CacheShape(heads[c.n_kv], c.head_dim, c.window) for c in caches)
+    return tuple(CacheShape(math.ceil(c.n_kv / tp), c.head_dim, c.window) for c in caches)
 
 
 def vllm_cache(
