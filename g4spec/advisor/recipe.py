@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from g4spec.advisor import alternatives, engines, format_choice
@@ -109,16 +109,7 @@ class Recipe:
             "commands": self.commands,
             "bench": self.bench,
             "unknown": self.unknown,
-            "flags": [
-                {
-                    "part": p.part,
-                    "text": p.text,
-                    "reason": p.reason,
-                    "versions": p.versions,
-                    "fact": p.fact,
-                }
-                for p in self.parts
-            ],
+            "flags": [asdict(p) for p in self.parts],
             "blocked": [{"what": a, "why": b, "fix": c} for a, b, c in self.blocked],
             "conditions": [{"what": a, "why": b, "fix": c} for a, b, c in self.conditions],
             "instead": self.instead,
@@ -268,7 +259,7 @@ def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) 
         start = SERVER[engine].format_map(values)
         r.arguments.append(mine)
         env = [f"{k}={v}" for k, v in r.env.items()]
-        r.commands.append(_wrap([*env, start, *_joined(mine)]))
+        r.commands.append(" \\\n  ".join([*env, start, *_joined(mine)]))
     if engine == "vllm" and machine.nodes > 1:
         r.parts.append(
             RecipePart(
@@ -296,8 +287,3 @@ def _joined(words: list[str]) -> list[str]:
         elif out:
             out[-1] += f" {w}"
     return out
-
-
-def _wrap(parts: list[str]) -> str:
-    """Format a command over several lines."""
-    return " \\\n  ".join(parts)
