@@ -196,8 +196,8 @@ def _warm_up(engine: Engine, config: BenchConfig) -> None:
         list(engine.generate(warm, config.options(length, min(16, config.n_predict))))
 
 
-def repetition(ids: Sequence[int], n: int = 4) -> float:
-    """Return the fraction of n-grams ending in the second half of `ids` that occurred before.
+def repetition(ids: Sequence[int]) -> float:
+    """Return the fraction of 4-grams ending in the second half of `ids` that occurred before.
 
     Near 1 for looping text, which any draft predicts; 0 for fewer than 32 tokens.
     """
@@ -205,8 +205,8 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
         return 0.0
     seen: set[tuple[int, ...]] = set()
     again = total = 0
-    for end in range(n, len(ids) + 1):
-        gram = tuple(ids[end - n : end])
+    for end in range(4, len(ids) + 1):
+        gram = tuple(ids[end - 4 : end])
         if end > len(ids) // 2:
             total += 1
             again += gram in seen

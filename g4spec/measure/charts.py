@@ -26,11 +26,11 @@ class Point:
     strong: bool = False
 
 
-def ticks(highest: float, about: int = 4) -> list[float]:
-    """Return round axis values from 0 to at least `highest`."""
+def ticks(highest: float) -> list[float]:
+    """Return about four round axis values from 0 to at least `highest`."""
     if highest <= 0:
         return [0.0, 1.0]
-    raw = highest / about
+    raw = highest / 4
     unit = 10.0 ** math.floor(math.log10(raw))
     step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
     return [i * step for i in range(math.ceil(highest / step - 1e-9) + 1)]
