@@ -21,12 +21,14 @@ from g4spec.gguf import GGUF
 from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.gguf.writer import Progress
 
+TYPE = "q8_0"
+"""Quant type of conversions, a part of their names."""
+
 
 def convert_cached(
     source: Path,
     target: Path,
     cache_dir: Path,
-    type: str = "q8_0",
     progress: Progress | None = None,
 ) -> tuple[Path, str]:
     """Return the GGUF of a draft and a note about its origin: the folder, `cache_dir`, or a new
@@ -38,19 +40,19 @@ def convert_cached(
     with sources.detect(source, prefer_gguf=True) as found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             return found.path, f"{source} holds a GGUF: took {found.path.name}"
-        parts = [__version__, type, provenance.digest(found.source)]
+        parts = [__version__, TYPE, provenance.digest(found.source)]
     with sources.detect(target, weights=False) as pair:
         parts.append(provenance.digest(pair.source))
     parts += [f"{path.name} {size} {time}" for path, (size, time, _) in file_stamps(source).items()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
+    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{TYPE}.gguf"
     for path in (out, _digest_path(out)):
         remove_stale(path)  # left by a killed process
     exists = out.exists()
     if exists and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
     _create(out.parent)
-    convert(source, out, target=target, type=type, progress=progress)
+    convert(source, out, target=target, type=TYPE, progress=progress)
     digest = _sha256(out).encode()
     with atomic_write(_digest_path(out), len(digest)) as f:
         f.write(digest)

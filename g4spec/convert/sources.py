@@ -144,15 +144,12 @@ def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False)
     return _detect_gguf(GGUF(path), notes)
 
 
-def conversion_command(folder: Path, target: str | Path = "TARGET") -> str | None:
-    """Return the command that converts a checkpoint folder; None if it is not a checkpoint.
-
-    Args:
-        target: target of a draft; by default a placeholder.
-    """
+def conversion_command(folder: Path) -> str | None:
+    """Return the command that converts a checkpoint folder, with a placeholder for the target of a
+    draft; None if it is not a checkpoint."""
     try:
         with detect(folder, weights=False) as source:
-            of_draft = "" if source.is_target else f" --target {shlex.quote(str(target))}"
+            of_draft = "" if source.is_target else " --target TARGET"
     except InputError:
         return None
     out = shlex.quote(f"{folder.resolve().name}.gguf")
