@@ -133,11 +133,6 @@ class VerifyResult:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
-def check_counts(count: int, parallel: int = 1) -> None:
-    """Raise UsageError unless the number of cases and the number per batch are in range."""
-    ranges.check(count=count, parallel=parallel)
-
-
 def cases(
     prompts: Sequence[BenchPrompt],
     count: int,
@@ -155,7 +150,7 @@ def cases(
         length: use only this draft length, capped at `most`; None: LENGTHS.
         temperature: use only this temperature; None: those of SETTINGS.
     """
-    check_counts(count)
+    ranges.check(count=count)
     lengths = [n for n in LENGTHS if n == "auto" or n <= most] if most else [0]
     if length is not None:
         lengths = [length if length == "auto" else min(length, most)]

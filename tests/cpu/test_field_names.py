@@ -53,8 +53,8 @@ def test_library_errors_do_not_name_command_line_options(path: Path) -> None:
         (lambda: ranges.check(parallel=65536), "verify", "-np"),  # took 1.5 GB
         (lambda: draft_lengths.parse_lengths("x", 15), "bench", "--draft-max"),
         (lambda: bench.BenchConfig((0, 1), repeats=0), "bench", "--repeats"),
-        (lambda: verify.check_counts(0), "verify", "--cases"),
-        (lambda: verify.check_counts(1 << 63), "verify", "--cases"),
+        (lambda: verify.cases([], 0, 4), "verify", "--cases"),
+        (lambda: verify.cases([], 1 << 63, 4), "verify", "--cases"),
     ],
 )
 def test_names_in_the_library_and_in_the_command_line(make: Any, command: str, option: str) -> None:
