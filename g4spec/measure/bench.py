@@ -296,13 +296,18 @@ def _add(run: TimedRun, sample: Sample) -> None:
     sample.looping = repetition(run.ids) > LOOPING
 
 
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the index of the first token in which texts differ, or the length of the shorter."""
+    pairs = zip(a, b, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
+
+
 def differences(prompt: str, ids: dict[DraftLength, list[int]]) -> Iterable[TextDifference]:
     """Yield the first difference of each text from the plain one, ids[0]."""
     plain = ids[0]
     for length, other in ids.items():
         if other != plain:
-            pairs = zip(plain, other, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+            at = first_difference(plain, other)
             a, b = (x[at] if at < len(x) else None for x in (plain, other))
             yield TextDifference(prompt, length, at, a, b)
 

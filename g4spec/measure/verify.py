@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from g4spec import ranges
 from g4spec.errors import UsageError
+from g4spec.measure.bench import first_difference
 from g4spec.measure.prompts import BenchPrompt, check_n_predict
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
@@ -260,9 +261,7 @@ def _count(verdict: VerifyResult, request: Request) -> None:
 def _mismatch(
     engine: Engine, case: Case, plain: TokensAndLogits, speculative: TokensAndLogits
 ) -> Mismatch:
-    pairs = zip(plain[0], speculative[0], strict=False)
-    shorter = min(len(plain[0]), len(speculative[0]))
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    at = first_difference(plain[0], speculative[0])
 
     def side(text: TokensAndLogits) -> MismatchToken:
         ids, logits = text
