@@ -157,10 +157,11 @@ def cases(
         lengths = [length if length == "auto" else min(length, most)]
     order = random.Random(seed)
     # Each of the three lists is reshuffled when exhausted, so that combinations vary.
-    decks = [_deck(list(source), order) for source in (prompts, lengths, _settings(temperature))]
+    sources = (prompts, lengths, _settings(temperature))
+    shuffled = [_shuffled(list(source), order) for source in sources]
     cases = []
     for i in range(count):
-        prompt, length, setting = (next(deck) for deck in decks)
+        prompt, length, setting = (next(source) for source in shuffled)
         cases.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
     return cases
 
@@ -175,9 +176,10 @@ def _settings(temperature: float | None) -> list[dict[str, Any]]:
     return [s for i, s in enumerate(all_of_them) if s not in all_of_them[:i]]
 
 
-def _deck(cards: list[Any], order: random.Random) -> Iterator[Any]:
+def _shuffled(values: list[Any], order: random.Random) -> Iterator[Any]:
+    """Yield the values in random order, again and again."""
     while True:
-        yield from order.sample(cards, len(cards))
+        yield from order.sample(values, len(values))
 
 
 def verify(
