@@ -40,12 +40,12 @@ class CycleCosts:
     ) -> None:
         self.padded, self.context, self._per_byte = padded, 0.0, per_byte
         self._tables: dict[int, dict[int, float]] = {}
-        for (texts, count), seconds in sorted(measured.items()):
-            self._tables.setdefault(texts, {})[count] = seconds
+        for (requests, count), seconds in sorted(measured.items()):
+            self._tables.setdefault(requests, {})[count] = seconds
         assert all(0 in t and len(t) > 1 for t in self._tables.values()), measured
-        self._texts = list(self._tables)
+        self._requests = list(self._tables)
         # 0 is plain decoding, without a draft: it never takes part in the interpolation.
-        self._counts = {texts: [n for n in table if n] for texts, table in self._tables.items()}
+        self._counts = {n: [count for count in table if count] for n, table in self._tables.items()}
         self._known: dict[tuple[int, float], float] = {}  # interpolated before
         # Seconds over those measured first, and each when the other was last measured.
         self._plain = self._drafted = self._plain_then = self._drafted_then = 1.0
@@ -53,19 +53,19 @@ class CycleCosts:
 
     def __call__(self, counts: Sequence[int]) -> float:
         """Return the seconds of a cycle in which request i drafts counts[i] tokens."""
-        texts, total, reading = len(counts), sum(counts), self._per_byte * self.context
+        requests, total, reading = len(counts), sum(counts), self._per_byte * self.context
         if not total:
-            return (self._measured(texts, 0) + reading) * self._factors[0]
-        drafting = texts - counts.count(0)
+            return (self._measured(requests, 0) + reading) * self._factors[0]
+        drafting = requests - counts.count(0)
         each = max(counts) if self.padded else total / drafting
-        seconds = self._measured(texts, each)
-        if drafting < texts and not self.padded:
-            # All texts are in the step, some are drafted for. The draft may cost as much for some
-            # as for all, and the step's rows may fill another tile: count the dearer of both.
-            plain = self._measured(texts, 0)
-            by_rows = (seconds - plain) * drafting / texts
-            by_texts = self._measured(drafting, each) - self._measured(drafting, 0)
-            seconds = plain + max(by_rows, by_texts)
+        seconds = self._measured(requests, each)
+        if drafting < requests and not self.padded:
+            # All requests are in the step, some are drafted for. The draft may cost as much for
+            # some as for all, and the step's rows may fill another tile: count the dearer of both.
+            plain = self._measured(requests, 0)
+            by_rows = (seconds - plain) * drafting / requests
+            by_requests = self._measured(drafting, each) - self._measured(drafting, 0)
+            seconds = plain + max(by_rows, by_requests)
         return (seconds + reading) * self._factors[1]
 
     def update(self, counts: Sequence[int], seconds: float, weight: float = 0.2) -> None:
@@ -82,22 +82,22 @@ class CycleCosts:
             self._drafted * min(1.0, self._plain / self._plain_then),
         )
 
-    def _measured(self, texts: int, count: float) -> float:
+    def _measured(self, requests: int, count: float) -> float:
         """Return the originally measured seconds for `count` drafted tokens each."""
-        seconds = self._known.get((texts, count))
+        seconds = self._known.get((requests, count))
         if seconds is None:
-            seconds = self._known[texts, count] = self._interpolate_counts(texts, count)
+            seconds = self._known[requests, count] = self._interpolate_counts(requests, count)
         return seconds
 
-    def _interpolate_counts(self, texts: int, count: float) -> float:
-        if texts not in self._tables:
-            at = bisect_left(self._texts, texts)
-            if self.padded and at < len(self._texts):
-                return self._measured(self._texts[at], count)
-            return interpolate(texts, self._texts, lambda t: self._measured(t, count))
+    def _interpolate_counts(self, requests: int, count: float) -> float:
+        if requests not in self._tables:
+            at = bisect_left(self._requests, requests)
+            if self.padded and at < len(self._requests):
+                return self._measured(self._requests[at], count)
+            return interpolate(requests, self._requests, lambda t: self._measured(t, count))
         if count == 0:
-            return self._tables[texts][0]
-        return interpolate(count, self._counts[texts], self._tables[texts].__getitem__)
+            return self._tables[requests][0]
+        return interpolate(count, self._counts[requests], self._tables[requests].__getitem__)
 
 
 def interpolate(x: float, known: Sequence[int], value: Callable[[int], float]) -> float:

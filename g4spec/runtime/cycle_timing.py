@@ -81,11 +81,11 @@ class CycleMeter:
         found: dict[tuple[int, int], Parts] = {}
         most = min(draft.max_tokens, self._target.n_ctx - len(PROMPT) - 1)
         sequences = self._start_sequences(draft, batches[-1])
-        for texts in batches:
-            counts = _padded_counts(texts, most, draft.one_pass) if padded else [0, 1, most]
+        for requests in batches:
+            counts = _padded_counts(requests, most, draft.one_pass) if padded else [0, 1, most]
             for count in counts * (GRAPH_REPEATS if padded else REPEATS):
-                parts = self._time(sequences[:texts], count)
-                found[texts, count] = min(found.get((texts, count), parts), parts, key=sum)
+                parts = self._time(sequences[:requests], count)
+                found[requests, count] = min(found.get((requests, count), parts), parts, key=sum)
         for s, _ in sequences:
             self._pool.free_sequence(s)
         if padded:
@@ -96,8 +96,8 @@ class CycleMeter:
         """Run a cycle of 1, 2, 4, ... requests without a draft, so that its graph is not recorded
         when other requests wait for it."""
         pool = self._pool
-        for texts in self._batches():
-            sequences = [Sequence(pool.free_slots.pop(), PROMPT[:2], 1, 1) for _ in range(texts)]
+        for requests in self._batches():
+            sequences = [Sequence(pool.free_slots.pop(), PROMPT[:2], 1, 1) for _ in range(requests)]
             for s in sequences:
                 pool.grow(s, MAX_STEP_ROWS)
             self._time([(s, None) for s in sequences], 0)
@@ -151,11 +151,11 @@ class CycleMeter:
         return cycle.draft_seconds, cycle.step_seconds
 
 
-def _padded_counts(texts: int, most: int, one_pass: bool) -> list[int]:
+def _padded_counts(requests: int, most: int, one_pass: bool) -> list[int]:
     """Return the draft lengths to measure: none, and the last one of a step of MEASURED_ROWS rows
     or fewer. A length of 1 shows how proposals of several passes grow, and steps of a few rows."""
-    counts = {0, min(most, max(2, MEASURED_ROWS // bucket(texts)) - 1)}
-    return sorted(counts | {1} if texts == 1 or not one_pass else counts)
+    counts = {0, min(most, max(2, MEASURED_ROWS // bucket(requests)) - 1)}
+    return sorted(counts | {1} if requests == 1 or not one_pass else counts)
 
 
 def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tuple[int, int], float]:
@@ -165,16 +165,16 @@ def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tupl
     depends on its rows, whoever owns them, and that of a proposal on its sequences and length."""
     proposals: dict[int, dict[int, float]] = {}
     steps: dict[int, float] = {}
-    for (texts, count), (proposal, step) in sorted(found.items()):
+    for (requests, count), (proposal, step) in sorted(found.items()):
         if count:
-            rows = bucket(texts) * bucket(1 + count)
+            rows = bucket(requests) * bucket(1 + count)
             steps[rows] = min(steps.get(rows, step), step)
-            proposals.setdefault(texts, {})[count] = proposal
+            proposals.setdefault(requests, {})[count] = proposal
     out = {key: sum(parts) for key, parts in found.items() if not key[1]}
-    for texts, seconds in proposals.items():
+    for requests, seconds in proposals.items():
         for count in range(1, most + 1):
             if count == most or count in (bucket(count), bucket(1 + count) - 1):
-                rows = bucket(texts) * bucket(1 + count)
-                out[texts, count] = interpolate(count, [*seconds], seconds.__getitem__)
-                out[texts, count] += interpolate(rows, sorted(steps), steps.__getitem__)
+                rows = bucket(requests) * bucket(1 + count)
+                out[requests, count] = interpolate(count, [*seconds], seconds.__getitem__)
+                out[requests, count] += interpolate(rows, sorted(steps), steps.__getitem__)
     return out

@@ -37,7 +37,7 @@ class Cycles:
 
     Attributes:
         n_steps: number of started cycles.
-        n_step_texts: sum of their numbers of requests.
+        n_step_requests: sum of their numbers of requests.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Cycles:
         # Seconds a row of past updates of the draft; the first may have compiled kernels.
         self._row_seconds = deque[float](maxlen=4)
         self._ended = self._left = 0.0  # when the newest result was fetched, and distributed
-        self.n_steps = self.n_step_texts = 0
+        self.n_steps = self.n_step_requests = 0
 
     @property
     def oldest(self) -> StartedCycle | None:
@@ -176,7 +176,7 @@ class Cycles:
         runner = runner or next(r for r in self.runners if r.can_run(work))
         runner.start(work)
         self.n_steps += 1
-        self.n_step_texts += len(tasks)
+        self.n_step_requests += len(tasks)
         decisions = self.length.decisions(
             self.n_steps,
             [t.draft_state for t in tasks],

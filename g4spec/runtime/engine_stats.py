@@ -38,7 +38,7 @@ class EngineStats:
         slots: the running requests.
         last_step: see `Engine.last_step`.
         steps: number of decode steps since the engine was loaded.
-        step_texts: sum over these steps of the number of texts.
+        step_requests: sum over these steps of the number of requests.
     """
 
     running: int
@@ -48,7 +48,7 @@ class EngineStats:
     slots: tuple[SlotStats, ...]
     last_step: float
     steps: int = 0
-    step_texts: int = 0
+    step_requests: int = 0
 
     @property
     def idle(self) -> bool:
@@ -84,5 +84,5 @@ def collect_stats(scheduler: Scheduler, pool: Pool, last_step: float) -> EngineS
         tuple(slots),
         last_step,
         scheduler.cycles.n_steps,
-        scheduler.cycles.n_step_texts,
+        scheduler.cycles.n_step_requests,
     )

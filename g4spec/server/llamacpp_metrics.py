@@ -120,7 +120,7 @@ class LlamaCppMetrics:
             (
                 "n_busy_slots_per_decode",
                 "Mean number of texts per decode step.",
-                stats.step_texts / stats.steps if stats.steps else 0.0,
+                stats.step_requests / stats.steps if stats.steps else 0.0,
             ),
         ):
             yield GaugeMetricFamily(f"llamacpp:{name}", text, gauge)
