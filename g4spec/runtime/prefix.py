@@ -109,11 +109,13 @@ class PrefixCache:
             self._hashed = ids, drafting, block_hashes(ids, drafting)
         return self._hashed[2]
 
+    def _rings_of(self, sequence: Sequence) -> list[Any]:
+        return self._rings + (self._draft_rings if sequence.drafting else [])
+
     def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
         """Restore a snapshot into a new sequence."""
         self._pool.share_pages(sequence, snapshot.pages)
-        rings = self._rings + (self._draft_rings if sequence.drafting else [])
-        for kv, rows in zip(rings, snapshot.rings, strict=True):
+        for kv, rows in zip(self._rings_of(sequence), snapshot.rings, strict=True):
             kv.restore(sequence.slot, snapshot.end, rows)
         if sequence.drafting and self._draft is not None:
             for state, row in zip(self._draft.state, snapshot.state, strict=True):
@@ -126,8 +128,7 @@ class PrefixCache:
         key = block_hashes(sequence.ids[:end], sequence.drafting)[-1]
         if key in self._snapshots:
             return
-        rings = self._rings + (self._draft_rings if sequence.drafting else [])
-        rows = [kv.snapshot(sequence.slot, end) for kv in rings]
+        rows = [kv.snapshot(sequence.slot, end) for kv in self._rings_of(sequence)]
         state = []
         if sequence.drafting and self._draft is not None:
             state = [s[sequence.slot].detach().to("cpu", copy=True) for s in self._draft.state]
