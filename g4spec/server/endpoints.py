@@ -33,7 +33,7 @@ from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import speculation_header
 from g4spec.server.response_store import ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, event
+from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, error_event, event
 from g4spec.server.stored_responses import MODEL, StoredResponses, owner, stored_routes
 
 
@@ -132,7 +132,7 @@ class Endpoints(StoredResponses):
         stream: bool,
         answer: Callable[[Generation], Awaitable[Any]],
         chunks: Callable[[Generation], Events],
-        failed: Callable[[RequestError], str] = lambda refused: event(refused.json()),
+        failed: Callable[[RequestError], str] = error_event,
         ping: str = PING,
         interval: float | None = None,
     ) -> Response:
@@ -153,9 +153,9 @@ class Endpoints(StoredResponses):
                 request, generation, chunks(generation), recorded=kept is not None
             )
             if kept is None:
-                return EventStream(generation, events, failed, settings, ping=ping)
+                return EventStream(generation, events, settings, failed, ping)
             replay = await self._replays.begin(owner(request), kept, generation, events, failed)
-            return EventStream(replay, replay.follow(0), failed, settings, ping=ping)
+            return EventStream(replay, replay.follow(0), settings, failed, ping)
 
         async def whole() -> Response:
             generation = await service.submit(await build_job())
@@ -181,9 +181,7 @@ class Endpoints(StoredResponses):
         if request.method == "DELETE":
             await self._replays.delete(owner(request), replay.id)
             return Response(status_code=204)
-        return EventStream(
-            replay, replay.follow(at), lambda refused: event(refused.json()), self._service.settings
-        )
+        return EventStream(replay, replay.follow(at), self._service.settings)
 
     async def _log_when_done(
         self, request: Request, generation: Generation, events: Events, *, recorded: bool
@@ -266,9 +264,7 @@ class Endpoints(StoredResponses):
                 async for name, data in found:
                     yield event(data, name)
 
-        return EventStream(
-            watcher, events(), lambda refused: event(refused.json()), service.settings
-        )
+        return EventStream(watcher, events(), service.settings)
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +32,11 @@ def event(value: Any, name: str | None = None) -> str:
     """Format one event; a str `value` is sent as it is, anything else as JSON."""
     data = value if isinstance(value, str) else dumps(value)
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+def error_event(error: RequestError) -> str:
+    """Format an error as the last event of a stream."""
+    return event(error.json())
 
 
 class ClientDisconnected(Exception):
@@ -76,8 +81,8 @@ class EventStream(Response):
     Args:
         source: producer of the events.
         events: formatted events.
-        failed: formats the last event after an error.
         settings: ping interval and send timeout.
+        failed: formats the last event after an error.
         ping: sent when there is no event for `settings.ping` seconds.
     """
 
@@ -87,14 +92,13 @@ class EventStream(Response):
         self,
         source: StreamSource,
         events: Events,
-        failed: Callable[[RequestError], str],
         settings: Settings,
-        headers: Mapping[str, str] | None = None,
+        failed: Callable[[RequestError], str] = error_event,
         ping: str = PING,
     ) -> None:
         self._source, self._events, self._failed = source, events, failed
         self._settings, self._ping = settings, ping
-        super().__init__(headers={**HEADERS, **(headers or {})})
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,4 +176,4 @@ class _Unowned:
 
 def unowned_stream(events: Events) -> EventStream:
     """Return a stream of no model, with the default limits."""
-    return EventStream(_Unowned(), events, lambda refused: event(refused.json()), Settings(""))
+    return EventStream(_Unowned(), events, Settings(""))

@@ -13,7 +13,7 @@ from g4spec.server.json_response import JsonResponse
 from g4spec.server.openapi import described
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.settings import Settings
-from g4spec.server.sse import EventStream, event
+from g4spec.server.sse import EventStream
 
 MODEL = "name of the model"
 """Description of a query parameter."""
@@ -53,9 +53,7 @@ class StoredResponses:
         return JsonResponse(record.response) if after is None else self._follow(record, after)
 
     def _follow(self, record: Record, after: int) -> Response:
-        return EventStream(
-            record, record.follow(after), lambda refused: event(refused.json()), self._settings
-        )
+        return EventStream(record, record.follow(after), self._settings)
 
     @described(model=MODEL)
     async def cancel(self, request: Request) -> Response:

@@ -131,7 +131,7 @@ def test_the_log_names_the_request_of_an_unread_stream(caplog: pytest.LogCapture
         await asyncio.sleep(20)
 
     source = SimpleNamespace(id="words of a client", close=lambda: None)
-    stream = sse.EventStream(source, events(), str, Settings("", send_limit=0.05))
+    stream = sse.EventStream(source, events(), Settings("", send_limit=0.05))
     asyncio.run(stream({"method": "GET", "state": {"id": "abc"}}, receive, send))
     (line,) = [json.loads(JsonLogFormatter().format(record)) for record in caplog.records]
     assert line["event"] == "client does not read its stream" and line["id"] == "abc"
@@ -194,7 +194,7 @@ def test_an_error_of_a_stream_is_not_blamed_on_its_client(
     async def receive() -> Any:
         await asyncio.sleep(20)
 
-    stream = sse.EventStream(SimpleNamespace(close=lambda: None), events(), str, Settings(""))
+    stream = sse.EventStream(SimpleNamespace(close=lambda: None), events(), Settings(""), str)
     asyncio.run(stream({"method": "GET", "app": app, "state": {"id": "abc"}}, receive, send))
     assert b"internal server error" in sent[-2] and sent[-1] == b"" and counted == [500]
     assert [record.getMessage() for record in caplog.records] == ["internal server error"]
