@@ -21,15 +21,6 @@ proposal; "all": accepted and rejected ones."""
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
 
-def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of a stop string."""
-    longest = max(map(len, stops), default=0)
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(len(s) > n and s.startswith(text[-n:]) for s in stops):
-            return n
-    return 0
-
-
 class Writer:
     """A writer that prints text as soon as it cannot be part of a stop string.
 
@@ -51,6 +42,8 @@ class Writer:
 
     def cycle(self, cycle: Cycle, text: str) -> None:
         """Add the tokens of a cycle, after which the whole text is `text`."""
+        from g4spec.runtime.request import stop_prefix_length
+
         accepted, own = cycle.tokens[: cycle.accepted], cycle.tokens[cycle.accepted :]
         self._waiting.append((self._stream.push(accepted), "good" if self._marking else None))
         wrong = cycle.drafted[cycle.accepted :] if self._marking and own else []

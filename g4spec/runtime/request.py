@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
 
 
+def stop_prefix_length(text: str, stops: Iterable[str]) -> int:
+    """Return how many characters at the end of `text` may be the beginning of a stop string."""
+
+    def overlap(stop: str) -> int:
+        longest = min(len(text), len(stop) - 1)
+        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+    return max(map(overlap, stops), default=0)
+
+
 class TextStream(Protocol):
     """Decodes tokens to text incrementally."""
 

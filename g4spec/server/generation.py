@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from g4spec.core import Cycle, Logprobs
-from g4spec.runtime.request import Stats
+from g4spec.runtime.request import Stats, stop_prefix_length
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.output_parser import CallEvent, Event, TextEvent, merge_events
 
@@ -149,7 +149,7 @@ class Assembler:
         if found:
             cut, self._stop = min(found)
             return cut
-        return len(text) - max(_overlap(text, s) for s in self._stops)
+        return len(text) - stop_prefix_length(text, self._stops)
 
     def _take(self, length: int) -> list[tuple[Event, Token | None]]:
         """Remove and return the first `length` held characters, with the events before the next."""
@@ -177,9 +177,3 @@ class Assembler:
         ]
         self._has_calls |= any(isinstance(event, CallEvent) for event in events)
         return Delta(merge_events(events), [token for _, token in taken if token is not None])
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    most = min(len(text), len(stop) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from g4spec.cli import _inputs, render
-from g4spec.cli._text_stream import Writer, auto_note, stop_prefix_length
+from g4spec.cli._text_stream import Writer, auto_note
 from g4spec.core import Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options, Request, Stats
+from g4spec.runtime.request import Options, Request, Stats, stop_prefix_length
 from tests.support import tiny, tokens
 from tests.support.commands import Cli
 
