@@ -14,7 +14,7 @@ from g4spec.runtime.request import Options, Stats
 from g4spec.server.chat_client import Message, Reply, TextPiece, with_rejected
 from g4spec.server.generation import Assembler, PlainReader, Reader
 from g4spec.server.live import TokenOrigins
-from g4spec.server.output_parser import Event, Parser, TextEvent, ThoughtEvent
+from g4spec.server.output_parser import Event, Parser, TextEvent, ThoughtEvent, answer_text
 from g4spec.server.prompt import Prompter
 from g4spec.server.request_errors import RequestError
 
@@ -68,7 +68,7 @@ class LocalChat:
         async with aclosing(request.__aiter__()) as cycles:
             async for cycle in cycles:
                 delta = assembler.cycle(cycle)
-                reply.content += _content(delta.events)
+                reply.content += answer_text(delta.events)
                 reply.timings, reply.notes = _timings(request.stats), request.notes
                 pieces = _plain(delta.events)
                 if self._show_origins:
@@ -77,7 +77,7 @@ class LocalChat:
                 for piece in pieces:
                     yield piece
         delta = assembler.finish(request.stats)
-        reply.content += _content(delta.events)
+        reply.content += answer_text(delta.events)
         reply.finish = delta.finish or ""
         for piece in [] if self._show_origins else _plain(delta.events):
             yield piece
@@ -85,10 +85,6 @@ class LocalChat:
     async def close(self) -> None:
         """See `ChatBackend`."""
         await self._prompter.close()
-
-
-def _content(events: Sequence[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
 def _plain(events: Sequence[Event]) -> list[TextPiece]:

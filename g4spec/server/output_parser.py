@@ -195,11 +195,7 @@ class Parser:
         elif token == m.call:
             self._open_call()
         elif token == m.call_end:
-            if self._state is _State.CALL_HEAD:
-                self._head_ends(True)
-            elif self._state is _State.ARGUMENTS:
-                self._close_call()
-            self._leave_call()
+            self._end_call()
 
     def _visible_mark(self, token: int) -> None:
         if token == self._marks.delimiter and self._state is _State.ARGUMENTS:
@@ -228,7 +224,7 @@ class Parser:
         self._state, self._held = _State.CALL_HEAD, ""
 
     def _end_call(self) -> None:
-        """Close an open call when another mark follows."""
+        """Close an open call at its end, or when another mark follows."""
         if self._state is _State.CALL_HEAD:
             self._head_ends(True)
         elif self._state is _State.ARGUMENTS:
@@ -351,14 +347,15 @@ class AnswerStream:
 
     def push(self, ids: Iterable[int]) -> str:
         """Add tokens; return the completed part of the answer."""
-        return _answer(self._parser.push(ids))
+        return answer_text(self._parser.push(ids))
 
     def finish(self) -> str:
         """Return the rest of the answer."""
-        return _answer(self._parser.finish())
+        return answer_text(self._parser.finish())
 
 
-def _answer(events: Iterable[Event]) -> str:
+def answer_text(events: Iterable[Event]) -> str:
+    """Return the text of the answer, without reasoning and calls."""
     return "".join(event.text for event in events if isinstance(event, TextEvent))
 
 
