@@ -157,14 +157,6 @@ def _upgraded(
     return None
 
 
-def _version(v: EngineVerdict) -> str:
-    if v.engine.name == "g4spec":
-        return f"g4spec {v.version}"
-    return f"{v.engine.title} {v.version}" + (
-        "" if v.installed else " (newest known, not installed)"
-    )
-
-
 def _engines(
     d: Diagnosis,
     verdicts: list[EngineVerdict],
@@ -175,16 +167,16 @@ def _engines(
     s = d.section("Engines")
     for v in verdicts:
         for i, p in enumerate(v.blockers):
-            name = _version(v) if i == 0 else v.engine.title
+            name = v.title if i == 0 else v.engine.title
             s.add("bad", f"{name}: {p.title}", p.says, p.fix, (p.id,))
         if v.blockers:
             continue
         if v.refusal:
             mark: Mark = "note" if v.engine.name == "g4spec" or "loads" in v.refusal else "bad"
-            s.add(mark, f"{_version(v)}: {v.refusal}", fix=fixes[v.engine.name])
+            s.add(mark, f"{v.title}: {v.refusal}", fix=fixes[v.engine.name])
         elif v.unknown:
             p = next(c for c in v.conditions if c.unknown)
-            s.add("warn", f"{_version(v)}: {p.title}", p.says, p.fix, (p.id,))
+            s.add("warn", f"{v.title}: {p.title}", p.says, p.fix, (p.id,))
         else:
             n = len(v.open_conditions)
             more = ""
@@ -193,11 +185,11 @@ def _engines(
                 more = f", with {n} condition{'s' * (n != 1)} ({where})"
             s.add(
                 "warn" if n else "good",
-                f"{_version(v)}: {_runs(v)}{more}",
+                f"{v.title}: {_runs(v)}{more}",
                 facts=tuple(p.id for p in v.conditions),
             )
     if after is not None:
-        s.add("good", f"after an upgrade, {_version(after)}: {_runs(after)}")
+        s.add("good", f"after an upgrade, {after.title}: {_runs(after)}")
 
 
 def _runs(v: EngineVerdict) -> str:

@@ -41,6 +41,12 @@ class EngineVerdict:
     situation: Situation
 
     @property
+    def title(self) -> str:
+        """Title and version of the engine."""
+        newest = "" if self.installed else " (newest known, not installed)"
+        return f"{self.engine.title} {self.version}{newest}"
+
+    @property
     def on_gpu(self) -> bool:
         return self.situation.unified is not None
 

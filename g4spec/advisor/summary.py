@@ -57,9 +57,7 @@ def summarize(
         reason: why this engine is shown and not another one that works, or "".
         alternatives: other runs that fit.
     """
-    headline = f"{v.engine.title} {v.version}"
-    if not v.installed:
-        headline += " (newest known, not installed)"
+    headline = v.title
     if not v.works:
         why = v.blockers[0].title if v.blockers else v.refusal or v.unknown
         fix = v.blockers[0].fix if v.blockers else v.fix
