@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, check_finite, raise_to
+from g4spec.quant.format import Bytes, Floats, check_finite, columns, raise_to
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
@@ -131,12 +131,6 @@ def fit_single_group(
     return d, m, codes.astype(np.uint8)
 
 
-def _columns(x: Floats, layout: Layout) -> Floats:
-    """Transpose whole blocks to [size, groups * blocks]; groups of a block are `blocks` apart."""
-    groups = x.reshape(-1, layout.groups, layout.size)
-    return np.ascontiguousarray(groups.transpose(2, 1, 0)).reshape(layout.size, -1)
-
-
 def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
     """Return a half-precision factor per block, and the groups' values as integer multiples."""
     largest = np.maximum(values.max(axis=0), F(0))
@@ -150,14 +144,14 @@ class _Search:
     `part`: scratch arrays."""
 
     def __init__(self, x: Floats, layout: Layout, weights: Floats | None = None) -> None:
-        self.layout, self.x = layout, _columns(x, layout)
+        self.layout, self.x = layout, columns(x, layout.groups, layout.size)
         x = self.x
         self.top, self.most = F(layout.top), F(layout.most)
         self.weights = np.abs(x)
         self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
         if weights is not None:  # see `Format.weighted`
             self.weights = raise_to(self.weights, layout.quarters)
-            self.weights *= _columns(weights, layout)
+            self.weights *= columns(weights, layout.groups, layout.size)
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 

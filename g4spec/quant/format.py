@@ -229,6 +229,12 @@ def raise_to(x: Floats, quarters: int) -> Floats:
     return root
 
 
+def columns(x: Floats, groups: int, size: int) -> Floats:
+    """Transpose whole blocks to [size, groups * blocks]; groups of a block are `blocks` apart."""
+    blocks = x.reshape(-1, groups, size)
+    return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(size, -1)
+
+
 def encode_in_batches(
     x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
 ) -> Bytes:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, check_finite, raise_to
+from g4spec.quant.format import Bytes, Floats, check_finite, columns, raise_to
 
 BATCH = 384
 """Blocks per batch."""
@@ -120,7 +120,7 @@ class Search:
             self.weights += np.sqrt(np.einsum("ij,ij->j", self.x, self.x) / F(codes.size))
         if weights is not None:  # see `Format.weighted`
             raise_to(self.weights, codes.quarters)
-            self.weights *= columns(weights, codes)
+            self.weights *= columns(weights, codes.groups, codes.size)
 
     def sums(self, inverse: Floats, clip: bool = True) -> tuple[Floats, Floats]:
         """Return the weighted sums of codes^2 and codes * x of each group for 1 / scale."""
@@ -218,12 +218,6 @@ def scratch(shape: tuple[int, int]) -> list[Floats]:
     if getattr(_thread, "size", 0) < size:
         _thread.size, _thread.arrays = size, [np.empty(size, F) for _ in range(4)]
     return [a[:size].reshape(shape) for a in _thread.arrays]
-
-
-def columns(x: Floats, codes: CodeSpec) -> Floats:
-    """Transpose whole blocks to [size, groups * blocks]; groups of a block are `blocks` apart."""
-    blocks = x.reshape(-1, codes.groups, codes.size)
-    return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
 
 
 def fit(
