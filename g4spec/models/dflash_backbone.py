@@ -123,19 +123,7 @@ def extended(kind: type[C], base: Config, **more: Any) -> C:
 
 def check_pair(config: Config, target: Any) -> None:
     """Raise unless the draft's shapes and layer ids match this target (its gemma4.Config)."""
-    fix = "pass the target this draft was trained for"
-    for what, found, expected in (
-        ("hidden size", config.n_embd, target.n_embd),
-        ("vocabulary", config.n_vocab, target.n_vocab),
-    ):
-        if found != expected:
-            raise InputError(
-                f"the draft's {what} must equal its target's",
-                expected=expected,
-                found=found,
-                fix=fix,
-            )
-    check_taps(config.target_layers, target)
+    check_target("hidden size", config.n_embd, config, target)
     if config.n_drafted < 1:
         raise InputError(
             "block_size of the draft, the anchor included",
@@ -162,15 +150,28 @@ def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
     return {"tokenizer.ggml.mask_token_id": [config.mask_token]}
 
 
-def check_taps(ids: tuple[int, ...], target: Any) -> None:
-    """Raise InputError unless `ids` are layer inputs of this target."""
+def check_target(what: str, n_embd: int, config: Any, target: Any) -> None:
+    """Raise InputError unless the target has the hidden size `n_embd`, which an error calls `what`,
+    and the vocabulary and the layers that the draft's `config` asks for."""
+    fix = "pass the target this draft was trained for"
+    for name, found, expected in (
+        (what, n_embd, target.n_embd),
+        ("vocabulary", config.n_vocab, target.n_vocab),
+    ):
+        if found != expected:
+            raise InputError(
+                f"the draft's {name} must equal its target's",
+                expected=expected,
+                found=found,
+                fix=fix,
+            )
     n_layer = len(target.layers)
-    if not all(1 <= i <= n_layer for i in ids):
+    if not all(1 <= i <= n_layer for i in config.target_layers):
         raise InputError(
             "the draft reads target layers that do not exist",
             expected=f"layer inputs 1..{n_layer}",
-            found=list(ids),
-            fix="pass the target this draft was trained for",
+            found=list(config.target_layers),
+            fix=fix,
         )
 
 

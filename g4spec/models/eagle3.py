@@ -26,7 +26,7 @@ from g4spec.models.dflash_backbone import (
     DROPS,
     PREFIXES,
     caches,
-    check_taps,
+    check_target,
     require_head,
     size_keys,
     tables,
@@ -170,18 +170,7 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
 
 def check_pair(config: Config, target: Any) -> None:
     """Raise unless the draft's shapes and layer ids match this target (its gemma4.Config)."""
-    for what, found, expected in (
-        ("target's hidden size", config.n_target, target.n_embd),
-        ("vocabulary", config.n_vocab, target.n_vocab),
-    ):
-        if found != expected:
-            raise InputError(
-                f"the draft's {what} must equal its target's",
-                expected=expected,
-                found=found,
-                fix="pass the target this draft was trained for",
-            )
-    check_taps(config.target_layers, target)
+    check_target("target's hidden size", config.n_target, config, target)
     if config.n_embd != target.n_embd and not (config.own_embed and config.own_head):
         raise Unsupported(
             "a draft of another hidden size than its target, without its own token table and head"
