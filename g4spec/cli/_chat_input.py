@@ -43,12 +43,8 @@ def read_message(out: Output) -> tuple[str, bool] | None:
 def ctrl_c_cancels(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
     """Make Ctrl-C cancel `task` inside this block."""
     before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *_: _cancel(loop, task))
+    signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(task.cancel))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-    loop.call_soon_threadsafe(task.cancel)

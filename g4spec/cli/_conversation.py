@@ -32,11 +32,11 @@ class Conversation:
     """
 
     def __init__(
-        self, voice: ChatBackend, out: Output, *, system: str | None, seed: int | None, show: bool
+        self, backend: ChatBackend, out: Output, *, system: str | None, seed: int | None, show: bool
     ) -> None:
-        self._voice, self._out, self._system, self._seed = voice, out, system, seed
+        self._backend, self._out, self._system, self._seed = backend, out, system, seed
         self._messages: list[dict[str, str]] = []
-        self._part, self._told = "", set[str]()  # remarks that were shown
+        self._part, self._noted = "", set[str]()  # remarks that were shown
         self._failed = False  # the last message has no answer because of an error
         self.exit_code = 0
         if show:
@@ -98,17 +98,18 @@ class Conversation:
         if answer.content:
             self._messages.append({"role": "assistant", "content": answer.content})
         self._out.stream("\n")
-        news = [note for note in answer.notes if note not in self._told]
-        self._told.update(news)
+        news = [note for note in answer.notes if note not in self._noted]
+        self._noted.update(news)
         for note in [*news, answer_stats_line(answer)]:
             self._out.log(note)
 
     async def _stream_answer(self, answer: Reply) -> None:
-        first = [{"role": "system", "content": self._system}] if self._system else []
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        messages += self._messages
         seed = secrets.randbits(63) if self._seed is None else self._seed
         self._seed = None if self._seed is None else (self._seed + 1) % 2**64
         self._part = ""
-        async with aclosing(self._voice.answer([*first, *self._messages], seed, answer)) as pieces:
+        async with aclosing(self._backend.answer(messages, seed, answer)) as pieces:
             async for piece in pieces:
                 self._write(piece)
 

@@ -68,9 +68,9 @@ def command(
     from g4spec.cli._conversation import Conversation
 
     with _loop() as loop, ExitStack() as stack:
-        voice: ChatBackend
+        backend: ChatBackend
         if url is not None:
-            voice = _remote(
+            backend = _remote(
                 url,
                 api_key,
                 think,
@@ -92,7 +92,7 @@ def command(
             if think and (why := thinking_note(engine.tokenizer, "--think")):
                 out.note(why)
                 think = False
-            voice = LocalChat(
+            backend = LocalChat(
                 engine,
                 sampler,
                 n_predict=n_predict,
@@ -100,8 +100,8 @@ def command(
                 thinking=think,
                 show_origins=show_draft,
             )
-        stack.callback(lambda: loop.run_until_complete(voice.close()))
-        conversation = Conversation(voice, out, system=system, seed=seed, show=show_draft)
+        stack.callback(lambda: loop.run_until_complete(backend.close()))
+        conversation = Conversation(backend, out, system=system, seed=seed, show=show_draft)
         conversation.run(loop)
     if conversation.exit_code and not sys.stdin.isatty():
         raise typer.Exit(conversation.exit_code)
@@ -142,8 +142,8 @@ def _remote(
     if not re.match(r"https?://[^/\s]", url):
         raise UsageError("--url", expected="an address such as http://127.0.0.1:8080", found=url)
     fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
-    voice = RemoteChat(
+    backend = RemoteChat(
         url, key, {k: v for k, v in fields.items() if v is not None}, show_origins=show_origins
     )
-    out.note(f"model {loop.run_until_complete(voice.model())} at {voice.url}")
-    return voice
+    out.note(f"model {loop.run_until_complete(backend.model())} at {backend.url}")
+    return backend
