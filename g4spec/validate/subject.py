@@ -138,6 +138,12 @@ class Subject:
         """Metadata keys by name, as the header declares them."""
         return {k.name: k for k in self.header.keys}
 
+    @property
+    def its_target(self) -> Subject:
+        """The target, for rules that need one (`Needs.TARGET`)."""
+        assert self.target is not None
+        return self.target
+
     def number(self, key: str) -> int | float | None:
         """Return the scalar number `key`, or None."""
         entry = self.keys.get(self.name(key))

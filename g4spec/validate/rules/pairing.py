@@ -27,7 +27,7 @@ MERGES = "tokenizer.ggml.merges"
 @rule("G4-PAIR-001", ERROR, "hidden sizes must be equal", on=DFLASH, needs=TARGET)
 def hidden(s: Subject) -> Findings:
     """A draft for another size of target: upstream aborts inside a matrix product."""
-    target = _target(s)
+    target = s.its_target
     if s.config.n_embd != target.config.n_embd:
         yield Finding(s.name(".embedding_length"), target.config.n_embd, s.config.n_embd, OTHER)
 
@@ -36,7 +36,7 @@ def hidden(s: Subject) -> Findings:
 def size(s: Subject) -> Findings:
     """Compared with the target at hand, not with Gemma's 262,144: models with pruned or extended
     vocabularies are right when both agree."""
-    target = _target(s)
+    target = s.its_target
     if s.config.n_vocab != target.config.n_vocab:
         yield Finding("vocabulary", target.config.n_vocab, s.config.n_vocab, OTHER)
 
@@ -45,7 +45,7 @@ def size(s: Subject) -> Findings:
 def tokens(s: Subject) -> Findings:
     """Same size, other tokens: a fine-tune that reused unused entries, or a draft of another
     family. Proposals are then other words than the draft meant."""
-    mine, its = s.strings(TOKENS) or [], _target(s).strings(TOKENS) or []
+    mine, its = s.strings(TOKENS) or [], s.its_target.strings(TOKENS) or []
     if len(mine) == len(its) and mine != its:
         i = next(i for i, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)
         yield Finding(f"{TOKENS}[{i}]", f"{its[i]!r:.40}", f"{mine[i]!r:.40}", FROM_TARGET)
@@ -55,7 +55,7 @@ def tokens(s: Subject) -> Findings:
 def merges(s: Subject) -> Findings:
     """The target's tokenizer is the one that counts; another one in the draft shows that it was
     converted with another revision."""
-    mine, its = s.strings(MERGES), _target(s).strings(MERGES)
+    mine, its = s.strings(MERGES), s.its_target.strings(MERGES)
     if mine is not None and its is not None and mine != its:
         yield Finding(MERGES, f"the target's {len(its)}", f"{len(mine)} others", FROM_TARGET)
 
@@ -63,7 +63,7 @@ def merges(s: Subject) -> Findings:
 @rule("G4-PAIR-005", WARNING, "special tokens should have the same ids", on=DRAFTS, needs=TARGET)
 def special(s: Subject) -> Findings:
     """A draft with another end-of-text id was converted with another checkpoint."""
-    mine, its = special_ids(s), special_ids(_target(s))
+    mine, its = special_ids(s), special_ids(s.its_target)
     for role in ("bos", "eos", "unknown", "padding"):
         if role in mine and role in its and mine[role] != its[role]:
             yield Finding(f"tokenizer.ggml.{role}_token_id", its[role], mine[role], FROM_TARGET)
@@ -78,7 +78,7 @@ def special(s: Subject) -> Findings:
 )
 def depth(s: Subject) -> Findings:
     """Two targets of the same width and another depth: layer ids then name other layers."""
-    recorded, n = s.integer(provenance.TARGET_LAYERS), len(_target(s).config.layers)
+    recorded, n = s.integer(provenance.TARGET_LAYERS), len(s.its_target.config.layers)
     if recorded is not None and recorded != n:
         yield Finding("target layers", recorded, n, OTHER)
 
@@ -93,7 +93,7 @@ def depth(s: Subject) -> Findings:
 def tokenizer(s: Subject) -> Findings:
     """The draft was converted with another revision of the target. Quantizing a target does
     not change its tokenizer."""
-    recorded, target = s.text(provenance.TARGET_TOKENIZER), _target(s)
+    recorded, target = s.text(provenance.TARGET_TOKENIZER), s.its_target
     if recorded:
         lists = (target.strings(TOKENS) or [], target.strings(MERGES) or [])
         found = provenance.tokenizer_sha256(*lists)
@@ -113,10 +113,10 @@ def weights(s: Subject) -> Findings:
     that was quantized already. It runs, and accepts as much as the two targets agree. Judged by a
     digest over two rows of every published tensor, which quantizing a GGUF does not change; files
     by other tools do not carry it."""
-    recorded, found = s.text(provenance.TARGET_WEIGHTS), _target(s).text(provenance.WEIGHTS)
+    recorded, found = s.text(provenance.TARGET_WEIGHTS), s.its_target.text(provenance.WEIGHTS)
     if recorded and found and recorded != found:
         mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
-        its = _target(s).text(provenance.SOURCE), _target(s).text(provenance.REVISION)
+        its = s.its_target.text(provenance.SOURCE), s.its_target.text(provenance.REVISION)
         yield Finding(
             provenance.TARGET_WEIGHTS,
             _origin(recorded, *mine),
@@ -136,7 +136,7 @@ def commit(s: Subject) -> Findings:
     """Asked where one of the two does not know its weights' digest: a draft converted with the id
     of a target on the hub, of which only the small files are fetched. Two commits of a repository
     may differ in weights, or in a README only."""
-    target = _target(s)
+    target = s.its_target
     if s.text(provenance.TARGET_WEIGHTS) and target.text(provenance.WEIGHTS):
         return
     mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
@@ -154,7 +154,7 @@ def commit(s: Subject) -> Findings:
 def softcap(s: Subject) -> Findings:
     """A draft that borrows the target's head caps its logits as the target does; a missing cap
     changes nothing at temperature 0 and costs acceptance above."""
-    target = _target(s)
+    target = s.its_target
     if not s.config.own_head and s.config.softcap != target.config.softcap:
         yield Finding(
             s.name(".final_logit_softcapping"),
@@ -174,7 +174,7 @@ def softcap(s: Subject) -> Findings:
 def context(s: Subject) -> Findings:
     """Beyond its own context a draft proposes worse: one reported 10.7 accepted tokens at 32,768
     and 1.2 at 65,536 (there a cache bug had its part)."""
-    mine, its = s.integer(".context_length"), _target(s).integer(".context_length")
+    mine, its = s.integer(".context_length"), s.its_target.integer(".context_length")
     if mine is not None and its is not None and mine < its:
         yield Finding(
             s.name(".context_length"),
@@ -201,8 +201,3 @@ def _origin(digest: str, name: str | None, revision: str | None) -> str:
     """Describe a checkpoint by its name, commit and digest, as far as they are known."""
     commit = f"@{revision[:12]}" if revision else ""
     return f"{name or 'a checkpoint'}{commit} ({digest[:20]})"
-
-
-def _target(s: Subject) -> Subject:
-    assert s.target is not None
-    return s.target

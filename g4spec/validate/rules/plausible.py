@@ -196,8 +196,7 @@ def block(s: Subject) -> Findings:
 def longer(s: Subject) -> Findings:
     """Trainers give a draft its target's context length; one for more positions than the target
     has was made for another one, or the number is wrong."""
-    assert s.target is not None
-    mine, its = s.integer(".context_length"), s.target.integer(".context_length")
+    mine, its = s.integer(".context_length"), s.its_target.integer(".context_length")
     if mine is not None and its is not None and mine > its:
         yield Finding(s.name(".context_length"), f"at most {its}", mine, COMPARE)
 
@@ -211,8 +210,7 @@ def longer(s: Subject) -> Findings:
 )
 def same_cap(s: Subject) -> Findings:
     """A draft with its own head caps as its target does, or was trained without a cap."""
-    assert s.target is not None
-    mine, its = s.number(".final_logit_softcapping"), s.target.config.softcap
+    mine, its = s.number(".final_logit_softcapping"), s.its_target.config.softcap
     if mine is not None and mine not in (0.0, its):
         yield Finding(s.name(".final_logit_softcapping"), f"{its:g}, or 0", mine, COMPARE)
 

@@ -107,7 +107,7 @@ def template(s: Subject) -> Findings:
     """The target's template counts; another one in the draft shows that it was converted with
     another revision, and a server that reads the draft's writes prompts the target does not
     know."""
-    mine, its = s.text(TEMPLATE), _target(s).text(TEMPLATE)
+    mine, its = s.text(TEMPLATE), s.its_target.text(TEMPLATE)
     if mine and its and mine != its:
         same = next(
             (i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
@@ -125,10 +125,10 @@ def template(s: Subject) -> Findings:
 def added(s: Subject) -> Findings:
     """Engines that tokenize for the draft with its own settings give it a prompt that is one token
     shorter than the target's: every position of the draft is off by one."""
-    changed = usual_keys(_target(s).open_file)  # Ollama's, by the conversion
+    changed = usual_keys(s.its_target.open_file)  # Ollama's, by the conversion
     for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
         key = f"tokenizer.ggml.{name}"
-        mine, its = s.flag(key), changed[key].data if key in changed else _target(s).flag(key)
+        mine, its = s.flag(key), changed[key].data if key in changed else s.its_target.flag(key)
         if mine is not None and its is not None and mine != its:
             yield Finding(key, its, mine, FROM_TARGET)
 
@@ -137,7 +137,7 @@ def added(s: Subject) -> Findings:
 def stops(s: Subject) -> Findings:
     """The target's generation settings changed since the draft was converted: a base model beside
     a draft for the instruction-tuned one, or the other way round."""
-    mine, its = s.numbers(STOP_IDS), _target(s).numbers(STOP_IDS)
+    mine, its = s.numbers(STOP_IDS), s.its_target.numbers(STOP_IDS)
     if mine is not None and its is not None and set(mine.tolist()) != set(its.tolist()):
         yield Finding(STOP_IDS, sorted(its.tolist()), sorted(mine.tolist()), FROM_TARGET)
 
@@ -152,7 +152,7 @@ def stops(s: Subject) -> Findings:
 def width(s: Subject) -> Findings:
     """A draft for another size of target whose own shapes happen to fit, as those of EAGLE-3 do
     that project the target's features first."""
-    recorded, found = s.integer(provenance.TARGET_HIDDEN), int(_target(s).config.n_embd)
+    recorded, found = s.integer(provenance.TARGET_HIDDEN), int(s.its_target.config.n_embd)
     if recorded is not None and recorded != found:
         yield Finding(
             "target hidden size", recorded, found, "use the target this draft was trained for"
@@ -163,11 +163,6 @@ def _writes_bos(template: str) -> bool:
     return "bos_token" in template or "<bos>" in template
 
 
-def _target(s: Subject) -> Subject:
-    assert s.target is not None
-    return s.target
-
-
 @rule(
     "G4-PAIR-017", WARNING, "both should have the same tokenizer settings", on=DRAFTS, needs=TARGET
 )
@@ -175,7 +170,7 @@ def settings(s: Subject) -> Findings:
     """Scores, token types, roles and suppressed tokens are copied from the target at conversion;
     another value shows that the draft was converted with another revision, or edited. Its mask
     token is the draft's own."""
-    target = _target(s)
+    target = s.its_target
     changed = usual_keys(target.open_file)
     named = (key for key in {**target.keys, **s.keys} if key.startswith("tokenizer.ggml."))
     for key in named:
