@@ -184,13 +184,10 @@ class _Rules:
             "array": self._array,
             "integer": self._number,
             "number": self._number,
-            "boolean": self._boolean,
+            "boolean": lambda schema: '"true" | "false"',
             "null": lambda schema: '"null"',
         }
         return [self.add(make[t]({**schema, "type": t})) for t in types]
-
-    def _boolean(self, schema: Schema) -> str:
-        return '"true" | "false"'
 
     def _literal(self, value: Any) -> str:
         """Add the rule of one constant value."""

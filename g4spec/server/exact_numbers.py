@@ -64,12 +64,12 @@ def refuse_rounded(schema: Any, where: str) -> None:
                 stack.append(value)
 
 
-def refuse_rounded_in_lark(grammar: str, where: str) -> None:
+def refuse_rounded_in_lark(grammar: str) -> None:
     """Do the same for the schemas after `%json`; llguidance reports those that are no JSON."""
     decoder = json.JSONDecoder()
     for found in re.finditer(r"%json\s*", grammar):
         with suppress(ValueError, RecursionError):
-            refuse_rounded(decoder.raw_decode(grammar, found.end())[0], where)
+            refuse_rounded(decoder.raw_decode(grammar, found.end())[0], "the grammar")
 
 
 def _rounded(where: str, keyword: str, value: float) -> Unsupported:

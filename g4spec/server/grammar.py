@@ -334,7 +334,7 @@ def to_lark(grammar: str) -> str:
     """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`. Raises
     InputError for invalid GBNF, and Unsupported for schemas in Lark that llguidance changes."""
     if grammar.lstrip().startswith("%llguidance"):
-        refuse_rounded_in_lark(grammar, "the grammar")
+        refuse_rounded_in_lark(grammar)
         return grammar
     try:
         return gbnf_to_lark.gbnf_to_lark(grammar)
@@ -353,7 +353,6 @@ def whole_text(
     answer: str | None = None,
     user: str | None = None,
     calls: Sequence[Function] = (),
-    least: int = 0,
     most: int | None = None,
     thinking: str = "no",
 ) -> Grammar:
@@ -362,7 +361,7 @@ def whole_text(
     Args:
         answer: Lark rule named `answer`.
         user: the user's grammar, instead of `answer`.
-        calls: functions that may be called instead, `least` to `most` times.
+        calls: functions that may be called instead, at most `most` times.
         thinking: "no", the text "may" begin with reasoning, or "open": it continues reasoning.
     """
     rules, options = [], []
@@ -375,7 +374,7 @@ def whole_text(
         assert marks is not None
         rules.append(call_grammar.call_rules(calls, marks.call_end, marks.delimiter))
         limit = "" if most is None else str(most)
-        options.append(f"(<[{marks.call}]> call){{{max(least, 1)},{limit}}}")
+        options.append(f"(<[{marks.call}]> call){{1,{limit}}}")
     before = ""
     if thinking != "no":
         assert marks is not None
