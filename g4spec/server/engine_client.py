@@ -250,7 +250,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                 self._set_load_result(
                     EnvironmentProblem("the engine's process could not be started")
                 )
-            self._finish_all("closed")
+            self._finish_all()
 
     def _restart_loop(self) -> None:
         """Run processes one after another, with exponential back-off after repeated failures."""
@@ -392,8 +392,8 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         for pending in lost.values():
             pending.end_with_process(reason, failed)
 
-    def _finish_all(self, reason: str) -> None:
+    def _finish_all(self) -> None:
         with self._lock:
             left, self._pending = self._pending, {}
         for pending in left.values():
-            pending.request.finish(reason)
+            pending.request.finish("closed")
