@@ -5,23 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from g4spec.models import dflash2, dspark, eagle3
 from g4spec.models import dflash_backbone as backbone
 from g4spec.runtime.target import Target
 from tests.support import memory_models as mm
-
-
-def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = None) -> Any:
-    """Build a draft of `config` for target `on` and set the target's taps."""
-    w = mm.weights(kind.tensors(config), seed, 0.3)
-    if config.n_draft:
-        w["d2t"] = torch.randperm(mm.V, generator=torch.Generator().manual_seed(seed))
-        w["d2t"] = w["d2t"][: config.n_draft].sort().values
-    kv = mm.caches(kind.caches(config, window), on)
-    on.taps = config.target_layers
-    return kind.Drafter(config, w, on.ops, on, None, kv, on.n_states, window)
 
 
 def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
@@ -35,11 +22,11 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
         )
         base = mm.dflash_config(layers=layers, own_embed=True, own_head=True, softcap=30.0)
     config = backbone.extended(dspark.Config, base, **extra)
-    drafter: dspark.Drafter = build(dspark, config, on, seed)
+    drafter: dspark.Drafter = mm.draft(dspark, config, on, seed)
     return drafter
 
 
-def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any) -> eagle3.Drafter:
+def eagle3_draft(on: Target, window: int | None = None, **kw: Any) -> eagle3.Drafter:
     """Build an EAGLE-3 draft with its own embedding and head, or with `depths` a P-EAGLE draft."""
     sliding = kw.pop("sliding", None)
     layers = tuple(
@@ -62,13 +49,13 @@ def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any
         }
         | kw
     )
-    drafter: eagle3.Drafter = build(eagle3, config, on, seed, window)
+    drafter: eagle3.Drafter = mm.draft(eagle3, config, on, 6, window)
     return drafter
 
 
-def dflash2_draft(on: Target, seed: int = 7, **kw: Any) -> dflash2.Drafter:
+def dflash2_draft(on: Target, **kw: Any) -> dflash2.Drafter:
     """Build a DFlash2 draft that uses its target's embedding and head."""
     extra = {"kernel": 2, "group": 16, "rank": 8, "top_k": 6, "softcap": 30.0} | kw
     config = backbone.extended(dflash2.Config, mm.dflash_config(), **extra)
-    drafter: dflash2.Drafter = build(dflash2, config, on, seed)
+    drafter: dflash2.Drafter = mm.draft(dflash2, config, on, 7)
     return drafter

@@ -86,16 +86,20 @@ def dflash_config(**kw: Any) -> dflash.Config:
     return dflash.Config(**kw)
 
 
-def dflash_draft(on: Target, seed: int = 1, window: int | None = None, **kw: Any) -> dflash.Drafter:
-    config = dflash_config(**kw)
-    w = weights(dflash.tensors(config), seed, 0.3)
+def draft(kind: Any, config: Any, on: Target, seed: int, window: int | None = None) -> Any:
+    """Build a draft of `config` for target `on` and set the target's taps."""
+    w = weights(kind.tensors(config), seed, 0.3)
     if config.n_draft:
         w["d2t"] = torch.randperm(V, generator=torch.Generator().manual_seed(seed))
         w["d2t"] = w["d2t"][: config.n_draft].sort().values
-    kv = caches(dflash.caches(config, window), on)
+    kv = caches(kind.caches(config, window), on)
     on.taps = config.target_layers
-    file: Any = None
-    return dflash.Drafter(config, w, on.ops, on, file, kv, on.n_states, window)
+    return kind.Drafter(config, w, on.ops, on, None, kv, on.n_states, window)
+
+
+def dflash_draft(on: Target, window: int | None = None, **kw: Any) -> dflash.Drafter:
+    drafter: dflash.Drafter = draft(dflash, dflash_config(**kw), on, 1, window)
+    return drafter
 
 
 class _Arrays:
