@@ -299,16 +299,16 @@ def compare_with_reference(
     count: int,
     longest: int,
     *,
+    plain: ReferenceRuns,
     small_pool: bool = False,
     proposals_every: int = 1,
-    plain: ReferenceRuns | None = None,
     engines: EngineFactory = IN_MEMORY,
 ) -> Comparison:
     """Run `count` random requests batched and one at a time, and compare the outputs.
 
     Args:
-        proposals_every: compare proposals of one in this many requests; each takes another run.
         plain: reference runs without a draft, to share an engine between calls.
+        proposals_every: compare proposals of one in this many requests; each takes another run.
     """
     specs = random_requests(
         random.Random(seed), count, longest, engines.vocab, growing=0.6 * small_pool
@@ -316,7 +316,6 @@ def compare_with_reference(
     engine = engines.batched(kind, parallel, small_pool)
     run = run_batched(engine, specs)
     wrong = [f"{name}: {n}" for name, n in leaked_resources(engine).items() if n]
-    plain = plain or ReferenceRuns(engines=engines)
     same = ReferenceRuns(kind, engines) if kind else None
     for number, (spec, answers) in enumerate(zip(specs, run.answers, strict=True)):
         for choice, got in enumerate(answers):

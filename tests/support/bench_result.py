@@ -20,7 +20,7 @@ HOLDS = {
 }
 
 
-def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> SweepRow:
+def row(category: str, length: Any, hold: float) -> SweepRow:
     """Return a row of a draft whose tokens are each accepted with probability `hold`; the cost
     grows with the draft length."""
     n = 4 if length == "auto" else length
@@ -32,7 +32,7 @@ def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Sweep
     draft, step = (1.2 + 0.25 * n if n else 0.0), 9.0 + 0.5 * n
     speed = 1000 * committed / (draft + step)
     ratio = speed / (1000 / 9.0)
-    spread = (speed * (1 - scatter), speed * (1 + scatter))
+    spread = (speed * 0.99, speed * 1.01)
     return SweepRow(
         category=category,
         length=length,
@@ -42,7 +42,7 @@ def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Sweep
         spread=spread,
         prompt_range=(speed * 0.8, speed * 1.3),
         ratio=ratio,
-        ratio_spread=(ratio * (1 - scatter), ratio * (1 + scatter)),
+        ratio_spread=(ratio * 0.99, ratio * 1.01),
         committed=committed,
         committed_range=(committed * 0.8, committed * 1.2),
         acceptance=sum(accepted) / sum(drafted) if n else 0.0,

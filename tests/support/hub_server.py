@@ -235,7 +235,7 @@ def altered(body: bytes | None = None, **headers: str) -> Callable[[Any], bool]:
     return fault
 
 
-def dripping(what: str, body: int = 1000) -> Callable[[Any], bool]:
+def dripping(what: str, body: int) -> Callable[[Any], bool]:
     """Return a fault: a response whose "headers" or "body" are sent one byte at a time."""
 
     def fault(handler: Any) -> bool:
