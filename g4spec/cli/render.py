@@ -280,7 +280,7 @@ class Output:
         """
         if self.json or self.quiet:
             return
-        columns, all_rows = [one_line(name) for name in columns], rows
+        columns = [one_line(name) for name in columns]
         cells = [[one_line(str(cell)) for cell in row] for row in rows[:MAX_ROWS]]
         room = _layout.text_width(sys.stdout) or PIPE_TABLE_WIDTH
         by_column = [[name, *(row[i] for row in cells)] for i, name in enumerate(columns)]
@@ -290,9 +290,7 @@ class Output:
             shown = _layout.wrap(one_line(title), room)
             _print(f"{shown}\n{_layout.records(columns, cells, room)}", sys.stdout)
         else:
-            right = [
-                bool(rows) and all(isinstance(r[i], int | float) for r in all_rows) for i in kept
-            ]
+            right = [bool(rows) and all(isinstance(r[i], int | float) for r in rows) for i in kept]
             shown_cells = [[row[i] for i in kept] for row in cells]
             _print_grid(one_line(title), [columns[i] for i in kept], shown_cells, widths, right)
         if widths is not None and len(kept) < len(columns):  # records show every column
