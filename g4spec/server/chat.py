@@ -303,9 +303,7 @@ async def full_response(generation: Generation, request: ChatRequest) -> dict[st
         "usage": response_parts.usage(generation),
         **_verbose(generation, request),
     }
-    return out | (
-        {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
-    )
+    return out | response_parts.timings_of_one(generation.texts)
 
 
 async def stream_response(generation: Generation, request: ChatRequest) -> Events:
@@ -321,9 +319,7 @@ async def stream_response(generation: Generation, request: ChatRequest) -> Event
             "choices": [],
             "usage": response_parts.usage(generation),
         }
-        if len(generation.texts) == 1:
-            last["timings"] = response_parts.timings(generation.texts[0])
-        yield event(last)
+        yield event(last | response_parts.timings_of_one(generation.texts))
     yield event("[DONE]")
 
 

@@ -165,9 +165,7 @@ async def full_response(generation: Generation, request: CompletionRequest) -> d
                 for key, values in part.items():
                     choice["logprobs"].setdefault(key, []).extend(values)
     out = {**_head(generation), "choices": choices, "usage": response_parts.usage(generation)}
-    return out | (
-        {"timings": response_parts.timings(generation.texts[0])} if len(choices) == 1 else {}
-    )
+    return out | response_parts.timings_of_one(generation.texts)
 
 
 async def stream_response(generation: Generation, request: CompletionRequest) -> Events:
@@ -202,7 +200,5 @@ async def stream_response(generation: Generation, request: CompletionRequest) ->
             yield chunk(text, piece)
     if include_usage:
         last = {**_head(generation), "choices": [], "usage": response_parts.usage(generation)}
-        if len(found) == 1:
-            last["timings"] = response_parts.timings(generation.texts[0])
-        yield event(last)
+        yield event(last | response_parts.timings_of_one(generation.texts))
     yield event("[DONE]")

@@ -75,6 +75,11 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
     return out | ({"notes": text.request.notes} if text.request.notes else {})
 
 
+def timings_of_one(texts: Sequence[Text]) -> dict[str, Any]:
+    """Return the field `timings` of a response with one text; nothing with several."""
+    return {"timings": timings(texts[0])} if len(texts) == 1 else {}
+
+
 def _by_position(texts: Sequence[Text]) -> tuple[list[int], list[int]]:
     """Return how many tokens were drafted and accepted at each position, over all texts; without
     the positions after the longest draft."""
