@@ -29,7 +29,8 @@ __all__ = [
 
 
 @cache
-def _codecs() -> dict[str, Format]:
+def readable() -> dict[str, Format]:
+    """Return name -> type for all types that can be dequantized."""
     found = [
         importlib.import_module(f"{formats.__name__}.{info.name}").FORMAT
         for info in pkgutil.iter_modules(formats.__path__)
@@ -39,7 +40,7 @@ def _codecs() -> dict[str, Format]:
 
 @cache
 def _all() -> dict[str, Format]:
-    return {**{f.name: f for f in FORMATS}, **_codecs()}
+    return {**{f.name: f for f in FORMATS}, **readable()}
 
 
 @cache
@@ -49,12 +50,7 @@ def _by_type() -> dict[int, Format]:
 
 def writable_names() -> list[str]:
     """Return the names of types that can be written, for example with `--type`."""
-    return [name for name, form in _codecs().items() if form.encode is not None]
-
-
-def readable() -> dict[str, Format]:
-    """Return name -> type for all types that can be dequantized."""
-    return _codecs()
+    return [name for name, form in readable().items() if form.encode is not None]
 
 
 def get(name: str) -> Format:
