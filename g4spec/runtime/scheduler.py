@@ -22,12 +22,11 @@ import time
 from bisect import insort
 from collections import deque
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 
 from g4spec.backend import Backend
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Draft, Sequence
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Cycle, Draft, Sequence
 from g4spec.errors import InputError
 from g4spec.ops.kv_size import pages_of
 from g4spec.runtime import prefill
@@ -314,7 +313,7 @@ class Scheduler:
             self._append(task, cycle)
         self.cycles.pause()
 
-    def _append(self, task: Task, cycle: Any) -> None:
+    def _append(self, task: Task, cycle: Cycle) -> None:
         if cycle.error is not None and not cycle.tokens:
             self._finish(task, "error", cycle.error)
             return
