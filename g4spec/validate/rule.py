@@ -23,6 +23,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, Protocol
 
+from g4spec import models
 from g4spec.validate.needs import Needs
 from g4spec.validate.subject import Subject
 
@@ -40,13 +41,15 @@ class Severity(IntEnum):
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
-TARGETS = ("gemma4",)
+TARGETS = models.TARGETS
 DFLASH = ("dflash", "dflash-g4spec")
 EAGLE = ("eagle3", "eagle3-g4spec")
 ASSISTANT = ("gemma4-assistant",)
 TAPPED = (*DFLASH, *EAGLE)
 DRAFTS = (*TAPPED, *ASSISTANT)
 GEMMA = (*TARGETS, *ASSISTANT)
+
+RECONVERT = "convert again from the original checkpoint with g4spec convert"
 
 
 class Out(Protocol):

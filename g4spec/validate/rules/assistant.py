@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.models.spec import LayerSpec
 from g4spec.validate.needs import Needs
-from g4spec.validate.rule import ASSISTANT, ERROR, WARNING, Finding, Findings, rule
+from g4spec.validate.rule import ASSISTANT, ERROR, RECONVERT, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE, TARGET = Needs.FILE, Needs.TARGET
-RECONVERT = "convert again from the original checkpoint with g4spec convert"
 OTHER = "use the target this assistant was made for"
 
 

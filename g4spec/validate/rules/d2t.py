@@ -12,11 +12,10 @@ from g4spec.convert import derived, provenance
 from g4spec.convert.tensors import StoredTensor
 from g4spec.models.spec import GEMMA_STOP_IDS
 from g4spec.validate.needs import Needs
-from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, rule
+from g4spec.validate.rule import ERROR, RECONVERT, TAPPED, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
-RECONVERT = "convert again from the original checkpoint with g4spec convert"
 
 
 DELTA_REPEATS = 0.05  # share of equal neighbours; 0.32 in RedHat's 31B map, 0 among real ids

@@ -12,6 +12,7 @@ from g4spec.validate.rule import (
     EAGLE,
     ERROR,
     NOTE,
+    RECONVERT,
     WARNING,
     Finding,
     Findings,
@@ -20,7 +21,6 @@ from g4spec.validate.rule import (
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
-RECONVERT = "convert again from the original checkpoint with g4spec convert"
 
 
 @rule(
