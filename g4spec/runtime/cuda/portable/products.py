@@ -62,9 +62,14 @@ def _halves(x: torch.Tensor | PackedRows) -> tuple[torch.Tensor, torch.Tensor | 
             half = torch.cat([half, half.new_zeros(GROUP_ROWS - len(half), half.shape[1])])
         return half, None if x.scale is None else x.scale[:, None]
     x = pad_rows(x)
-    exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
-    scale = torch.ldexp(torch.ones_like(x[:, :1]), exponent)
+    scale = row_scale(x)
     return (x / scale).to(torch.float16), scale
+
+
+def row_scale(x: torch.Tensor) -> torch.Tensor:
+    """Return the powers of two [T, 1] by which rows [T, K] are divided to be at most LARGEST."""
+    exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
+    return torch.ldexp(torch.ones_like(x[:, :1]), exponent)
 
 
 def _split(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,10 @@ from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build.constants import GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.portable.products import numbers
+from g4spec.runtime.cuda.portable.products import numbers, row_scale
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.dequant import plain
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-
-LARGEST = 512.0
-"""Maximum of values in half precision; rows are divided by a power of two to stay below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,7 @@ class DraftOps(CudaOps):
             return torch.mm(x, matrix.t())[:n]
         if matrix.dtype is torch.bfloat16:
             matrix = matrix.to(torch.float16)
-        exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
-        scale = torch.ldexp(torch.ones_like(x[:, :1]), exponent)
+        scale = row_scale(x)
         y = torch.mm((x / scale).to(torch.float16), matrix.t(), out_dtype=torch.float32)
         return y.mul_(scale)[:n]
 
