@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _threads
+from g4spec.cli import _engine
 from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli._text_stream import Writer, stats_line
 from g4spec.cli.render import Output
@@ -19,11 +19,7 @@ PROMPT, TOKENS, DRAFTED = "def area(r):", 80, 7
 
 def load(files: dict[str, Path], draft: str) -> Engine:
     """Load the family's target with one of its drafts."""
-    from g4spec.runtime.engine import Engine
-
-    engine = Engine.load(files["target"], files[draft], n_ctx=N_CTX)
-    _threads.limit_threads(engine)
-    return engine
+    return _engine.load_with_threads(target=files["target"], draft=files[draft], n_ctx=N_CTX)
 
 
 def write(files: dict[str, Path], out: Output) -> None:
