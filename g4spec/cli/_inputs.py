@@ -118,7 +118,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
             models.require_confidence(path, found.kind, found.source.tensors)
 
 
-def open_target(path: Path, n_ctx: int | None, out: Output, alone: bool = False) -> Path:
+def open_target(path: Path, n_ctx: int | None, out: Output, alone: bool) -> Path:
     """Return the GGUF of a target; of a folder, the GGUF in it, which a note says.
 
     Raises InputError unless it is a target's, UsageError for a too long context. `alone`: the

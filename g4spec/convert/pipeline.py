@@ -167,9 +167,7 @@ def quantize(
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 
 
-def check_arguments(
-    out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
-) -> Mix:
+def check_arguments(out: Path, type: str, dry_run: bool, tensor_types: Sequence[str]) -> Mix:
     """Return the mix named `type`. Raises UsageError if it is unknown, or if `out` is the name of a
     type or cannot be a file."""
     output_checks.refuse_type(out)

@@ -173,7 +173,7 @@ def worker_pool() -> ThreadPoolExecutor:
 
 
 def recode(
-    tensor: StoredTensor, to: Format, pool: ThreadPoolExecutor, weights: Floats | None = None
+    tensor: StoredTensor, to: Format, pool: ThreadPoolExecutor, weights: Floats | None
 ) -> Iterator[Bytes]:
     """Yield the bytes of a tensor in format `to`, in order, computed by `pool`.
 

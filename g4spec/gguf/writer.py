@@ -97,7 +97,7 @@ def write_split(
 
 
 def planned_sizes(
-    path: Path, kv: KV, tensors: list[TensorData], max_size: int | None = None
+    path: Path, kv: KV, tensors: list[TensorData], max_size: int | None
 ) -> dict[Path, int]:
     """Return the files that `write_split`, or without `max_size` `write`, would write, with their
     sizes in bytes. Reads no tensor data."""

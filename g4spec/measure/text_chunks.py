@@ -24,7 +24,7 @@ FEWEST = 2
 """Minimum number of chunks of a text."""
 
 
-def check_size(size: int, chunks: int | None = None) -> None:
+def check_size(size: int, chunks: int | None) -> None:
     """Raise UsageError unless chunks of `size` tokens can be read, and at least one."""
     if size < SMALLEST:
         raise UsageError("`size`", expected=f"at least {SMALLEST} tokens per chunk", found=size)

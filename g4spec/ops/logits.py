@@ -240,7 +240,7 @@ def sampled_logprobs(
     token: int,
     n: int,
     sampler: Sampler,
-    history: History | None = None,
+    history: History | None,
     mask: Mask | None = None,
 ) -> tuple[float, list[tuple[int, float]]]:
     """Compute log-probabilities of the distribution that the token was sampled from: after bias,

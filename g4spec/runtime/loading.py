@@ -47,7 +47,7 @@ def unknown_tensors(file: GGUF, names: Collection[str]) -> list[str]:
     return [name for name in file.tensors if name not in known]
 
 
-def scaled_array(file: GGUF, name: str, factors: NDArray[np.float32] | None = None) -> NDArray[Any]:
+def scaled_array(file: GGUF, name: str, factors: NDArray[np.float32] | None) -> NDArray[Any]:
     """Return a tensor as numbers; the values of matrix i of several are multiplied by `factors`
     [i]."""
     array = file.array(name)

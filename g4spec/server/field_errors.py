@@ -41,7 +41,7 @@ def spelled(value: object) -> str:
     return f"{value!r:.60}"
 
 
-def spelled_path(path: Sequence[int | str], where: str = "") -> str:
+def spelled_path(path: Sequence[int | str], where: str) -> str:
     """Return a path below `where` like `messages[0].content`."""
     for part in path:
         where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part:.60}"

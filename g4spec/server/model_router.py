@@ -51,7 +51,7 @@ class ModelRouter:
         autoload: load a model when a request names it, not only with /models/load.
     """
 
-    def __init__(self, models: LoadedModels, *, autoload: bool = True) -> None:
+    def __init__(self, models: LoadedModels, *, autoload: bool) -> None:
         self.models, self._autoload = models, autoload
         self._conversations = Conversations()
         self.metrics, self._started = RouterMetrics(), int(time.time())

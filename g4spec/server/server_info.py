@@ -44,7 +44,7 @@ def model(service: Service) -> dict[str, Any]:
     }
 
 
-def props(service: Service, disabled: Container[str] = ()) -> dict[str, Any]:
+def props(service: Service, disabled: Container[str]) -> dict[str, Any]:
     """Return the response of /props; `disabled`: paths that the server does not answer."""
     tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
     return {

@@ -103,7 +103,7 @@ def parse_categories(text: str | None) -> Sequence[str]:
     return [name.strip() for name in text.split(",")] if text else CATEGORIES
 
 
-def check_categories(categories: Sequence[str], count: int | None = None) -> None:
+def check_categories(categories: Sequence[str], count: int | None) -> None:
     """Raise UsageError for an unknown category, or if a category has fewer than `count` prompts."""
     if len(set(categories)) < len(categories):
         raise UsageError("`categories`", expected="each name once", found=", ".join(categories))

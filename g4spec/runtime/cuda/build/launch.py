@@ -195,7 +195,7 @@ def arch(device: int | None = None) -> str:
     return nvrtc.pretended(own_arch(device))
 
 
-def own_arch(device: int | None = None) -> str:
+def own_arch(device: int | None) -> str:
     """Return the architecture of a device."""
     return _arch_of(torch.cuda.current_device() if device is None else device)
 

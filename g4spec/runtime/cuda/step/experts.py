@@ -334,9 +334,7 @@ def capacity(shape: ExpertShape, types: Sequence[tuple[str, int]], arch: str) ->
     return next(fitting, 0)
 
 
-def shared_bytes(
-    shape: ExpertShape, types: Sequence[tuple[str, int]], count: int = GROUP_ROWS
-) -> int:
+def shared_bytes(shape: ExpertShape, types: Sequence[tuple[str, int]], count: int) -> int:
     """Return the least dynamic shared memory of the kernel for `count` rows, or a few bytes more:
     `MoeStorage` in moe_schedule.cuh with one slot for each team. `types`: quant type and unit of
     each matrix."""

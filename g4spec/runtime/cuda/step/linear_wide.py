@@ -143,7 +143,7 @@ def two_matrix_instance(a: GemmConfig, b: GemmConfig) -> str:
 
 @functools.cache
 def for_row_groups(
-    configs: tuple[GemmConfig, ...], groups: int, arch: str, wgmma: bool = False
+    configs: tuple[GemmConfig, ...], groups: int, arch: str, wgmma: bool
 ) -> tuple[GemmConfig, ...]:
     """Return configs for 16 rows changed to `groups` row groups, or to as many as shared memory
     holds, with two stages if possible."""
