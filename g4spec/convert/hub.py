@@ -255,25 +255,12 @@ class _Hub:
 
     def _offline(self, purpose: Purpose) -> Path:
         """Return the files from the cache, without network access."""
+        options: dict[str, Any] = {"revision": self.id.revision, "cache_dir": self.cache}
+        options["local_files_only"] = True
         try:
             if self.id.file:
-                return Path(
-                    self.hf.hf_hub_download(
-                        self.id.repo,
-                        self.id.file,
-                        revision=self.id.revision,
-                        cache_dir=self.cache,
-                        local_files_only=True,
-                    )
-                )
-            folder = Path(
-                self.hf.snapshot_download(
-                    self.id.repo,
-                    revision=self.id.revision,
-                    cache_dir=self.cache,
-                    local_files_only=True,
-                )
-            )
+                return Path(self.hf.hf_hub_download(self.id.repo, self.id.file, **options))
+            folder = Path(self.hf.snapshot_download(self.id.repo, **options))
         except (self.errors.LocalEntryNotFoundError, self.errors.HFValidationError) as e:
             raise EnvironmentProblem(
                 f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
