@@ -330,9 +330,8 @@ class RequestLogMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = headers["request-id"] = (
-                    number  # names of OpenAI and Anthropic
-                )
+                headers["x-request-id"] = number  # as OpenAI
+                headers["request-id"] = number  # as Anthropic
             await send(message)
 
         try:
