@@ -90,17 +90,26 @@ def render(
 
 def run_worker(job: dict[str, Any]) -> None:
     """Render in this process, which exists for nothing else, and write the answer to stdout."""
+    limit_memory()
+    json.dump(render_job(job), sys.stdout)
+
+
+def limit_memory() -> None:
+    """Limit the memory of this process, which only renders templates."""
     try:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT, MEMORY_LIMIT))
     except (ImportError, ValueError, OSError):
         pass  # a system without such limits
+
+
+def render_job(job: dict[str, Any]) -> dict[str, str]:
+    """Return the text or the error of a job: the arguments of `render_in_process`."""
     try:
-        answer = {"text": render_in_process(job.pop("template"), **job)}
+        return {"text": render_in_process(job.pop("template"), **job)}
     except (InputError, MemoryError) as error:
-        answer = {"error": getattr(error, "found", None) or "it takes too much memory"}
-    json.dump(answer, sys.stdout)
+        return {"error": getattr(error, "found", None) or "it takes too much memory"}
 
 
 def render_in_process(
