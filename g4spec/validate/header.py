@@ -182,9 +182,7 @@ class _Parser:
         h.end = self.at
 
     def bytes(self, n: int) -> bytes:
-        if n > self.h.size - self.at:
-            raise _Broken("the file ends here")
-        self.at += n
+        self.skip(n)
         return self.data[self.at - n : self.at]
 
     def scalar(self, form: str) -> int | float | bool:
