@@ -240,7 +240,7 @@ class _Rewriter:
         ids = tensor.array().astype(np.int64)
         absolute = bool((np.diff(ids) > 0).all())
         delta = ids - np.arange(len(ids)) if absolute else ids
-        self.tensors[name] = _made(name, delta, "i64")
+        self.tensors[name] = computed_tensor(name, delta, "i64")
 
     # ---- assistants
 
@@ -298,7 +298,7 @@ class _Rewriter:
         ]
         for name in missing:
             self.current[name] = name
-            self.tensors[name] = _made(name, np.ones(1, np.float32), "f32")
+            self.tensors[name] = computed_tensor(name, np.ones(1, np.float32), "f32")
         if missing:
             self.notes.append(f"layer_output_scale added to {len(missing)} layers: 1")
 
@@ -311,7 +311,7 @@ class _Rewriter:
         clusters, order = table[0], self.tensors[name].array()
         inverse = _slots(order, clusters)
         if inverse is not None:
-            self.tensors[name] = _made(name, inverse, "i32")
+            self.tensors[name] = computed_tensor(name, inverse, "i32")
             self.notes.append(f"{name} maps tokens to clusters: inverted")
         elif not np.array_equal(np.sort(order.reshape(-1)), np.arange(config.n_vocab)):
             raise InputError(
@@ -350,7 +350,7 @@ def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:
     return np.argsort(flat, kind="stable").astype(np.int32)
 
 
-def _made(name: str, values: NDArray[Any], type: str) -> StoredTensor:
+def computed_tensor(name: str, values: NDArray[Any], type: str) -> StoredTensor:
     """Return a tensor with computed values, which is in no file."""
     form = quant.get(type)
     return StoredTensor(

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec import quant
 from g4spec.convert import derived, experts, provenance, sources
 from g4spec.convert.plan import canonical_name
+from g4spec.convert.rewrite import computed_tensor, stored_tensor
 from g4spec.convert.tensors import StoredTensor, same_bytes, worker_pool
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
@@ -123,7 +123,8 @@ def compare(s: Converted) -> Comparison:
         return out
     if isinstance(found.source, GGUF):
         with found.source as file:
-            _Compare(s, _from_gguf(file), True, out).run()
+            tensors = {name: stored_tensor(file, name) for name in file.tensors}
+            _Compare(s, tensors, True, out).run()
     else:
         out.digest = provenance.digest(found.source)
         names = {canonical_name(n, found.kind): t for n, t in found.source.tensors.items()}
@@ -153,13 +154,6 @@ def _other_model(c: Comparison, recorded: str) -> str:
         f"differ ({missing} missing there, {reshaped} of another shape, {len(differing)} with "
         "other values)"
     )
-
-
-def _from_gguf(file: GGUF) -> dict[str, StoredTensor]:
-    return {
-        n: StoredTensor(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
-        for n, t in file.tensors.items()
-    }
 
 
 Job = tuple[str, Format, NDArray[np.uint8], StoredTensor, NDArray[np.float32] | None]
@@ -288,11 +282,9 @@ class _Compare:
 
 def _made(name: str, values: NDArray[Any]) -> StoredTensor:
     """Wrap computed values as a stored tensor."""
-    form = quant.get("f32" if values.dtype.kind == "f" else "i64")
-    values = np.ascontiguousarray(values, np.float32 if form.name == "f32" else np.int64)
-    return StoredTensor(
-        name, values.shape, form.name.upper(), form, values.reshape(-1).view(np.uint8)
-    )
+    if values.dtype.kind == "f":
+        return computed_tensor(name, values.astype(np.float32), "f32")
+    return computed_tensor(name, values.astype(np.int64), "i64")
 
 
 def difference(

@@ -8,7 +8,8 @@ from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
-from g4spec.convert.tensors import StoredTensor, worker_pool
+from g4spec.convert.rewrite import stored_tensor
+from g4spec.convert.tensors import worker_pool
 from g4spec.gguf import GGUF
 from g4spec.validate.compare import Difference, difference
 
@@ -65,11 +66,8 @@ def losses(
         ]
 
         def measure(name: str) -> Difference:
-            was, now = old.tensors[name], new.tensors[name]
-            stored = StoredTensor(
-                name, was.shape, was.format.name.upper(), was.format, old.raw(name)
-            )
-            return difference(name, now.format, new.raw(name), stored)
+            form = new.tensors[name].format
+            return difference(name, form, new.raw(name), stored_tensor(old, name))
 
         found = []
         for name, result in zip(changed, pool.map(measure, changed), strict=True):
