@@ -172,7 +172,8 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
     if inner.get("use_swa"):  # a window for all layers
         window = int(inner.get("swa_window_size") or raw.get("sliding_window") or 0)
     draft = _block_draft(draft, layer, block, n, window)
-    draft = replace(draft, kind=kind, causal=kind == "eagle3")
+    layout = "speculators" if nested else ""
+    draft = replace(draft, kind=kind, causal=kind == "eagle3", layout=layout)
     if kind == "eagle3":
         draft = replace(draft, llamacpp_n=EAGLE3_LENGTH)
     target = Path(of.given) if of.is_local else facts.find(SizeFact, of.size)

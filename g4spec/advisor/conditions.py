@@ -16,7 +16,7 @@ class Situation:
         engine, version: as `vllm`, `0.33.0`.
         cc: compute capability of the weakest card. `gpus`: cards on one node.
         memory: GiB of the smallest card. `quant`: weight format in lower case.
-        drafts: ids of the draft's row; `draft` is its kind.
+        drafts: ids of the draft's row; `draft` is its kind. `layout`: as `DraftModel.layout`.
         env: names of environment variables that are set.
         versions: package -> version, for transformers, torch and others.
     """
@@ -41,6 +41,7 @@ class Situation:
     quant: str | None = None
     draft: str | None = None
     drafts: tuple[str, ...] = ()
+    layout: str | None = None
     kv: str | None = None
     backend: str | None = None
     env: frozenset[str] = field(default_factory=frozenset)
@@ -93,6 +94,7 @@ def matches(when: Conditions, s: Situation) -> bool:
     words = (
         (when.model, s.model),
         (when.draft, s.draft),
+        (when.layout, s.layout),
         (when.kv, s.kv),
         (when.backend, s.backend),
     )

@@ -166,6 +166,7 @@ def _where(when: Conditions) -> str:
         "model",
         "draft",
         "drafts",
+        "layout",
         "kv",
         "cards",
         "transformers",

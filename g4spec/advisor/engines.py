@@ -95,6 +95,7 @@ def situation(
         quant=quant,
         draft=q.draft.kind if q.draft is not None else "none",
         drafts=q.draft.ids if q.draft is not None else (),
+        layout=q.draft.layout if q.draft is not None else None,
         kv=kv,
         backend=q.backend,
     )

@@ -80,6 +80,7 @@ class DraftModel:
         kv_token: bytes per token of its own 16-bit cache. `kv_fixed`: constant bytes of it.
         head: head size; 0 if unknown. `accepted`: lowest and highest published tokens per step.
         engines: the only engines that compute it correctly; empty if not restricted.
+        layout: `speculators` if its configuration is in their format, or empty.
         refusal: why g4spec's own runtime cannot run the file, or empty.
     """
 
@@ -104,6 +105,7 @@ class DraftModel:
     is_gguf: bool = False
     is_local: bool = False
     engines: tuple[str, ...] = ()
+    layout: str = ""
     notes: tuple[str, ...] = field(default=())
     refusal: str = ""
 
@@ -186,5 +188,6 @@ def from_row(row: DraftFact, given: str) -> DraftModel:
         causal=row.causal,
         accepted=row.accepted,
         maker=row.maker,
+        layout="speculators" if row.maker == "redhat" else "",
         notes=(row.sure,) if row.sure else (),
     )

@@ -25,6 +25,7 @@ class Conditions:
         experts_in_ram: llama.cpp's -ncmoe is given.
         cards: ids of cards. `mixed`: cards of several capabilities.
         model: sizes (`31b`). `quant`: parts of weight formats. `draft`: kinds; `drafts`: ids.
+        layout: formats of drafts' configurations: speculators.
         kv: cache types. `backend`: attention backend that the user forced on the target.
         env: environment variables of which one is set.
         tools: engines or packages of which one is installed, with any version.
@@ -53,6 +54,7 @@ class Conditions:
     quant: tuple[str, ...] = ()
     draft: tuple[str, ...] = ()
     drafts: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
     kv: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
     env: tuple[str, ...] = ()

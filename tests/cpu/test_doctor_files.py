@@ -232,6 +232,18 @@ def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
     )
 
 
+@pytest.mark.parametrize("draft, refused", [("redhat", True), ("zlab", False)])
+def test_sglang_does_not_read_a_folder_in_the_format_of_speculators(
+    draft: str, refused: bool, family: dict[str, Path]
+) -> None:
+    """Nor do the rows of published drafts know such a folder."""
+    pair = str(family["target"]), str(family[draft])
+    q = questions.build_question(FACTS, *pair, None, None, None, None)
+    assert q is not None and q.draft is not None and not q.draft.ids
+    verdict = judge(FACTS, assume(FACTS, "H100"), q, "sglang")
+    assert ["speculators' format" in p.title for p in verdict.blockers] == [True] * refused
+
+
 def test_doctor_on_files(family: dict[str, Path]) -> None:
     q = questions.build_question(
         FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None, None, None
