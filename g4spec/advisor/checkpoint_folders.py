@@ -26,6 +26,7 @@ from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import folder_hint, regular_files
 from g4spec.models import pairing
+from g4spec.models.dflash_backbone import FROM_ANCHOR
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.spec import Checkpoint
 
@@ -163,7 +164,9 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
     kind, nested = claimed[0], "speculators_model_type" in raw
     inner = {} if nested else raw.get("dflash_config") or {}
     block = int(inner.get("block_size") or raw.get("block_size") or (16 if inner else 0))
-    n = max(block - (kind != "dspark"), 0)
+    whole = kind == "dspark" and raw.get(FROM_ANCHOR, True)  # llama.cpp and vLLM
+    n = max(block - (not whole), 0)
+    draft = replace(draft, llamacpp_n=EAGLE3_LENGTH if kind == "eagle3" else n)
     if nested:
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         n = int(methods[0].get("speculative_tokens") or 0)
@@ -174,8 +177,6 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
     draft = _block_draft(draft, layer, block, n, window)
     layout = "speculators" if nested else ""
     draft = replace(draft, kind=kind, causal=kind == "eagle3", layout=layout)
-    if kind == "eagle3":
-        draft = replace(draft, llamacpp_n=EAGLE3_LENGTH)
     target = Path(of.given) if of.is_local else facts.find(SizeFact, of.size)
     if target is not None and runtime_support.refused_upstream(folder, target):
         draft = replace(draft, engines=("vllm", "sglang", "g4spec"))
@@ -206,7 +207,6 @@ def _block_draft(
         head=max((c.head_dim for c in shapes), default=0),
         vllm_n=n,
         sglang_n=block,
-        llamacpp_n=max(block - 1, 0),
         kv_token=sum(size for w, size in rows if w is None),
         kv_fixed=sum(size * w for w, size in rows if w is not None),
     )

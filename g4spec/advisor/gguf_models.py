@@ -25,6 +25,7 @@ from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models import ollama, pairing
+from g4spec.models.dflash_backbone import FROM_ANCHOR
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.upstream import REFUSED_SUFFIX
 
@@ -178,6 +179,7 @@ def gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftMo
         head = _number(kv, f"{prefix}.attention.key_length", 128)
         row_bytes = 2 * SHORT * int(_list(kv, f"{prefix}.attention.head_count_kv", n)[0]) * head
         full = sum(not s for s in sliding) if window else n
+        whole = kind == "dspark" and kv.get(f"{prefix}.{FROM_ANCHOR}", True)
         draft = replace(
             draft,
             kind=kind,
@@ -189,7 +191,7 @@ def gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftMo
             kv_fixed=(n - full) * window * row_bytes,
             vllm_n=block if own_head else max(block - 1, 0),
             sglang_n=block,
-            llamacpp_n=EAGLE3_LENGTH if kind == "eagle3" else max(block - 1, 0),
+            llamacpp_n=EAGLE3_LENGTH if kind == "eagle3" else max(block - (not whole), 0),
         )
         return with_row(
             draft, published_draft(facts, kind, "redhat" if own_head else "zlab", of.size)

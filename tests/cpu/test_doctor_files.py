@@ -244,6 +244,21 @@ def test_sglang_does_not_read_a_folder_in_the_format_of_speculators(
     assert ["speculators' format" in p.title for p in verdict.blockers] == [True] * refused
 
 
+@pytest.mark.parametrize("from_anchor", [True, False, None])
+def test_a_dspark_draft_drafts_its_whole_block_in_llama_cpp(
+    from_anchor: bool | None, family: dict[str, Path], tmp_path: Path
+) -> None:
+    """Unless its first token is not read from the anchor's row."""
+    target = lookup.find_target(FACTS, str(family["target"]))
+    made = tiny_drafts.speculators_dspark(
+        tmp_path / "draft", family["target"], from_anchor=from_anchor
+    )
+    convert.convert(made, tmp_path / "draft.gguf", target=family["target"])
+    for path in (made, tmp_path / "draft.gguf"):
+        found = lookup.find_draft(FACTS, str(path), target)
+        assert found.llamacpp_n == found.block - (from_anchor is False), path.name
+
+
 def test_doctor_on_files(family: dict[str, Path]) -> None:
     q = questions.build_question(
         FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None, None, None
