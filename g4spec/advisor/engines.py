@@ -15,7 +15,7 @@ from g4spec.advisor.facts import Facts
 from g4spec.advisor.format_choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose_format
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.memory_needs import GGUF, NGRAM, Calculator, CardMemoryPlan
-from g4spec.advisor.named_models import TargetModel, WeightFormat
+from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.advisor.schema import EngineFact, ProblemFact, SizeFact
 from g4spec.advisor.versions import holds
 from g4spec.core import PROMPT_BLOCK
@@ -180,6 +180,21 @@ def _other_source(target: TargetModel, size: SizeFact | None, name: str) -> tupl
     return f"it loads {kind}", fix
 
 
+def _unread(draft: DraftModel, name: str) -> tuple[str, str] | None:
+    """Return why an engine does not run a draft of a kind that it has, and the fix; None if it
+    does."""
+    if draft.is_gguf and name not in GGUF:
+        why = "it loads drafts from checkpoint folders and hub ids, not from GGUF files"
+        return why, "name the folder or hub id that the file was converted from with -md"
+    if draft.engines and name not in draft.engines:
+        return (
+            "it has no code for a property of this draft, and would draft wrong tokens",
+            "run it with g4spec; `g4spec validate --upstream DRAFT.gguf` names the property "
+            "(after `g4spec convert`)",
+        )
+    return None
+
+
 def _refusal(
     facts: Facts,
     machine: Machine,
@@ -214,12 +229,8 @@ def _refusal(
         if q.draft.kind == NGRAM:
             refusal = "nothing is known about its n-gram lookup with Gemma 4"
         fix = f"ask about {' or '.join(_engines_for(facts, q.draft.kind))}"
-    elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
-        refusal = "it has no code for a property of this draft, and would draft wrong tokens"
-        fix = (
-            "run it with g4spec; `g4spec validate --upstream DRAFT.gguf` names the property "
-            "(after `g4spec convert`)"
-        )
+    elif q.draft is not None and (unread := _unread(q.draft, name)) is not None:
+        refusal, fix = unread
     else:
         return "", ""
     return refusal, fix

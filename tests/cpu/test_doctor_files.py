@@ -259,6 +259,15 @@ def test_a_dspark_draft_drafts_its_whole_block_in_llama_cpp(
         assert found.llamacpp_n == found.block - (from_anchor is False), path.name
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_of_checkpoints_do_not_take_a_draft_as_gguf(
+    engine: str, family: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = ["-m", str(family["target"]), "-md", str(family["zlab.gguf"])]
+    assert cli.run(["recipe", engine, *pair, "--assume", "H100"]) != 0
+    assert "it loads drafts from checkpoint folders and hub ids" in capsys.readouterr().err
+
+
 def test_doctor_on_files(family: dict[str, Path]) -> None:
     q = questions.build_question(
         FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None, None, None
