@@ -649,7 +649,8 @@ def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
     assert words[0] == "Intel/gemma-4-31B-it-int4-AutoRound"
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 8
-    assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"image": 0, "video": 0}
+    limits = json.loads(words[words.index("--limit-mm-per-prompt") + 1])
+    assert limits == {"image": 0, "video": 0, "audio": 0}
 
 
 def test_reasons_of_a_llamacpp_recipe(capsys: pytest.CaptureFixture[str]) -> None:
