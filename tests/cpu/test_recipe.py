@@ -452,6 +452,12 @@ def test_sglang_is_told_steps_for_an_assistant(model: str, steps: int) -> None:
     assert not any("unknown" in p.text for p in r.parts)
 
 
+def test_redhats_eagle3_of_the_26b() -> None:
+    (command,) = make("vllm", "H100", "26b", "redhat-eagle3").commands
+    assert "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3" in command
+    assert '"num_speculative_tokens": 3' in command
+
+
 @pytest.mark.parametrize("draft", ["dflash", "dspark", "dflash2", "eagle3"])
 def test_sglang_does_not_read_the_format_of_speculators(draft: str) -> None:
     r = make("sglang", "2x RTX 4090", "31b", f"redhat-{draft}")
