@@ -54,6 +54,11 @@ ARCHITECTURES = (
     "Gemma4ForCausalLM",
     "Gemma4UnifiedForConditionalGeneration",
     "Gemma4UnifiedForCausalLM",
+    # The base classes: a model's output projection is its token table.
+    "Gemma4Model",
+    "Gemma4TextModel",
+    "Gemma4UnifiedModel",
+    "Gemma4UnifiedTextModel",
 )
 
 PARTS = "vision and audio are not part of a text GGUF"

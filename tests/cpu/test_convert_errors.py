@@ -389,7 +389,10 @@ def shard(family: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 SHARDS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "missing": (lambda f, i: (f / "model-00002-of-00003.safetensors").unlink(), "missing"),
-    "escaping": (lambda f, i: i["weight_map"].update(x="../x.safetensors"), "outside the folder"),
+    "escaping": (
+        lambda f, i: i["weight_map"].update(x="../x.safetensors"),
+        "outside the folder",
+    ),
     "no map": (lambda f, i: i.pop("weight_map"), "weight_map"),
     "disagrees": (
         lambda f, i: i["weight_map"].update({"fc.weight": "model-00002-of-00003.safetensors"}),
@@ -467,6 +470,18 @@ def test_a_draft_of_a_target_with_any_quantization(family: Path, tmp_path: Path)
         for t in (target, family / "target")
     ]
     assert made[0].plan == made[1].plan
+
+
+@pytest.mark.parametrize("name", ["Gemma4Model", "Gemma4TextModel"])
+def test_what_the_base_class_saves_is_a_target(name: str, family: Path, tmp_path: Path) -> None:
+    """Its output projection is the token table; the text model's names have no prefix."""
+    folder = copy(family, "target", tmp_path)
+    prefix = "model." if name == "Gemma4Model" else "model.language_model."
+    retensor(folder, lambda t: t.update({n.removeprefix(prefix): t.pop(n) for n in list(t)}))
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    config(folder, architectures=[name], **(text if name == "Gemma4TextModel" else {}))
+    result = convert(folder, tmp_path / "t.gguf", dry_run=True)
+    assert not result.plan.with_action("drop") and len(result.plan.with_action("copy")) > 50
 
 
 @pytest.mark.parametrize(
