@@ -65,6 +65,7 @@ PARTS = "vision and audio are not part of a text GGUF"
 DROPS = (
     Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*", PARTS),
     QUANTIZED_ACTIVATIONS,
+    Drop(r"v_head\..*", "the value head of a training, for which generation has no use"),
     Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
 )
 

@@ -484,6 +484,15 @@ def test_what_the_base_class_saves_is_a_target(name: str, family: Path, tmp_path
     assert not result.plan.with_action("drop") and len(result.plan.with_action("copy")) > 50
 
 
+def test_a_value_head_of_training_is_left_out(family: Path, tmp_path: Path) -> None:
+    """As PPO of TRL saves it beside the model."""
+    folder = copy(family, "target", tmp_path)
+    head = {"v_head.summary.weight": np.ones((1, 64)), "v_head.summary.bias": np.ones(1)}
+    retensor(folder, lambda t: t.update({n: (x, "F32") for n, x in head.items()}))
+    result = convert(folder, tmp_path / "t.gguf", dry_run=True)
+    assert [r.source for r in result.plan.with_action("drop")] == list(head)
+
+
 @pytest.mark.parametrize(
     "prefix", ["module.", "_orig_mod.", "base_model.model.", "module._orig_mod."]
 )
