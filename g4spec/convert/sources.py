@@ -26,7 +26,10 @@ from g4spec.models.spec import Checkpoint
 MASK_ROW = "mask_embedding.pt"
 """File of some trainers next to config.json; it replaces the embedding of the mask token."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""File of a LoRA adapter by PEFT."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+"""Files of a LoRA adapter by PEFT."""
+QUANTIZATION = "hf_quant_config.json"
+"""File next to config.json that has the quantization in older exports of ModelOpt."""
 _ADAPTED = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 WRAPPERS = ("module.", "base_model.model.")
 """Beginnings that trainers put before the names of all tensors: DDP and PEFT. `_orig_mod.` of
@@ -175,7 +178,7 @@ def _open_folder(
     stored = _unwrapped(safetensors.read_all(files))
     if adapted := [name for name in stored if _ADAPTED.search(name)]:
         raise _adapter(folder, adapted[0])
-    tensors = prequantized.unpack(config, stored)
+    tensors = prequantized.unpack(_with_quantization(folder, config), stored)
     return CheckpointFolder(
         folder,
         files,
@@ -190,6 +193,17 @@ def _adapter(folder: Path, found: str) -> Unsupported:
         f"{folder}: a LoRA adapter that is not merged into its model",
         found=found,
         fix="merge it, for instance with `merge_and_unload` of PEFT, and convert what "
+def _with_quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with the quantization that is in a file of its own, if it is."""
+    path = folder / QUANTIZATION
+    if config.get("quantization_config") or not path.exists():
+        return config
+    found = safetensors.load_json(path).get("quantization")
+    if not isinstance(found, dict) or not found.get("quant_algo"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
+
+
         "`save_pretrained` writes",
     )
 

@@ -12,7 +12,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from g4spec import quant
-from g4spec.convert import convert, prequantized, quant_methods, safetensors
+from g4spec.convert import (
+    CheckpointFolder,
+    convert,
+    detect,
+    prequantized,
+    quant_methods,
+    safetensors,
+)
 from g4spec.convert import tensors as stored
 from g4spec.convert.pipeline import Result
 from g4spec.errors import InputError, Unsupported
@@ -333,6 +340,25 @@ def test_fp8_of_modelopt(tmp_path: Path) -> None:
     }
     settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
     assert np.array_equal(unpack(tmp_path, tensors, settings).array(), Q.E4M3[codes] / 4)
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4"])
+def test_an_older_export_of_modelopt_has_a_file_of_settings(algorithm: str, tmp_path: Path) -> None:
+    folder = tiny.target(tmp_path / "t", dtype="F32", layers=6)
+    meant = Q.fp8(folder, per_tensor=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(settings))
+    if algorithm == "FP8":
+        source = detect(folder).source
+        assert isinstance(source, CheckpointFolder)
+        found = source.tensors
+        assert all(np.array_equal(found[n].array(), values) for n, values in meant.items())
+        return
+    with pytest.raises(Unsupported, match="found modelopt NVFP4"):
+        detect(folder)
 
 
 @pytest.mark.parametrize("name,method", quant_methods.MARKS.items())
