@@ -26,6 +26,7 @@ from g4spec.gguf import regular_files
 
 MAX_HEADER = 100 << 20
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+AGAIN = "download the index again"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
     "F64": ("f64", 8),
@@ -141,10 +142,14 @@ def weight_map(index: Path) -> dict[str, str]:
     folder."""
     got = load_json(index).get("weight_map")
     if not isinstance(got, dict) or not got or not all(isinstance(v, str) for v in got.values()):
-        raise InputError(f"{index}: weight_map", expected="tensor name -> file name")
+        raise InputError(f"{index}: weight_map", expected="tensor name -> file name", fix=AGAIN)
     for name in set(got.values()):
         if Path(name).name != name or name in (".", "..") or "\\" in name:
-            raise InputError(f"{index}: shard {name!r} is outside the folder")
+            raise InputError(
+                f"{index}: shard {name!r} is outside the folder",
+                expected="the name of a file beside the index",
+                fix=AGAIN,
+            )
     return got
 
 
@@ -171,6 +176,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, StoredTensor]:
                 f"{len(wrong)} tensors, first {n}",
                 expected=indexed.get(n, "not in the index"),
                 found=place.get(n, "not in the files"),
+                fix="download them again, from one revision",
             )
     return out
 

@@ -162,12 +162,17 @@ def conversion_command(folder: Path) -> str | None:
 def _open_folder(
     folder: Path, files: list[Path] | None = None, weights: bool = True
 ) -> CheckpointFolder:
+    named = files is not None
+    if not named and (folder / ADAPTER_CONFIG).exists():
+        if not (folder / "config.json").exists():
+            raise _adapter(folder, ADAPTER_CONFIG)
+        if (folder / ADAPTER_WEIGHTS).exists():
+            raise _adapter(folder, ADAPTER_WEIGHTS)
     files = files or (safetensors.files(folder) if weights else [])
-    if (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists():
-        raise _adapter(folder, ADAPTER_CONFIG)
     if not files and weights:
         safetensors.refuse_pickles(str(folder), [p.name for p in folder.iterdir()])
-    if not os.path.lexists(folder / "config.json") and (fix := parts.folder_hint(folder)):
+    missing = not named and not os.path.lexists(folder / "config.json")
+    if missing and (fix := parts.folder_hint(folder)):
         raise InputError(f"{folder}: neither a checkpoint nor a GGUF file", fix=fix)
     config = safetensors.load_json(
         folder / "config.json", "the config.json of a checkpoint, or a GGUF file"
@@ -204,7 +209,13 @@ def _with_quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, 
     return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
 
 
-        "`save_pretrained` writes",
+def _adapter(folder: Path, found: str) -> Unsupported:
+    return Unsupported(
+        f"{folder}: a LoRA adapter that is not merged into its model",
+        found=found,
+        fix="merge it, for instance with `merge_and_unload` of PEFT, and convert what "
+        "`save_pretrained` writes"
+        + ("; if it is merged, remove its two files" if found == ADAPTER_WEIGHTS else ""),
     )
 
 

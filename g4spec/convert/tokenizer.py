@@ -63,7 +63,16 @@ def from_folder(
     Args:
         config, generation: parsed config.json and generation_config.json.
     """
-    raw = load_json(folder / "tokenizer.json", "the target's tokenizer.json")
+    path, expected = folder / "tokenizer.json", "the target's tokenizer.json"
+    if not path.exists() and (folder / "tokenizer.model").exists():
+        raise InputError(
+            f"{path}: no such file",
+            expected=expected,
+            found="only tokenizer.model",
+            fix="download it from the original model, or write it with `save_pretrained` of "
+            "transformers' AutoTokenizer",
+        )
+    raw = load_json(path, expected)
     settings = _settings(folder)
     model = raw.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE" or not model.get("byte_fallback"):

@@ -391,12 +391,12 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "missing": (lambda f, i: (f / "model-00002-of-00003.safetensors").unlink(), "missing"),
     "escaping": (
         lambda f, i: i["weight_map"].update(x="../x.safetensors"),
-        "outside the folder",
+        r"outside the folder.*Download the index again",
     ),
-    "no map": (lambda f, i: i.pop("weight_map"), "weight_map"),
+    "no map": (lambda f, i: i.pop("weight_map"), "weight_map.*Download the index again"),
     "disagrees": (
         lambda f, i: i["weight_map"].update({"fc.weight": "model-00002-of-00003.safetensors"}),
-        "disagrees.*fc.weight",
+        "disagrees.*fc.weight.*Download them again",
     ),
     "absent": (
         lambda f, i: i["weight_map"].update({"more": "model-00002-of-00003.safetensors"}),
@@ -491,6 +491,31 @@ def test_a_value_head_of_training_is_left_out(family: Path, tmp_path: Path) -> N
     retensor(folder, lambda t: t.update({n: (x, "F32") for n, x in head.items()}))
     result = convert(folder, tmp_path / "t.gguf", dry_run=True)
     assert [r.source for r in result.plan.with_action("drop")] == list(head)
+
+
+def test_a_tokenizer_without_its_json(family: Path, tmp_path: Path) -> None:
+    folder = copy(family, "target", tmp_path)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    says = r"no such file.*only tokenizer.model.*save_pretrained"
+    refused(folder, tmp_path / "o.gguf", None, InputError, says)
+
+
+def test_an_adapter_beside_its_model(family: Path, tmp_path: Path) -> None:
+    folder = copy(family, "target", tmp_path)
+    shutil.copy(folder / "model.safetensors", folder / "adapter_model.safetensors")
+    says = r"several safetensors files but no index.*name one file"
+    refused(folder, tmp_path / "o.gguf", None, InputError, says)
+    (folder / "adapter_config.json").write_text("{}")
+    says = r"LoRA adapter that is not merged.*found adapter_model\.safetensors"
+    refused(folder, tmp_path / "o.gguf", None, Unsupported, says)
+
+
+def test_a_safetensors_file_without_its_configuration(family: Path, tmp_path: Path) -> None:
+    """Other models in its folder are not what was asked for."""
+    (file := tmp_path / "model.safetensors").touch()
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(InputError, match=r"config\.json: no such file"):
+        detect(file)
 
 
 @pytest.mark.parametrize(
