@@ -93,7 +93,7 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
     """Read a target from a GGUF file."""
     with GGUF(path) as file:
         arch = file.get("general.architecture")
-        models.refuse_adapter(path, file)
+        models.refuse_other_files(path, file)
         if arch is None:
             raise InputError(
                 f"{path}: not a model",
@@ -147,7 +147,7 @@ def gguf_target(facts: Facts, path: Path, given: str) -> TargetModel:
 def gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftModel:
     """Read a draft of target `of` from a GGUF file."""
     with GGUF(path) as file:
-        models.refuse_adapter(path, file)
+        models.refuse_other_files(path, file)
         check_sizes(facts, path, pairing.recorded_sizes(file), of)
         kv, arch = file.kv, str(file.get("general.architecture"))
         nbytes = sum(t.nbytes for t in file.tensors.values())

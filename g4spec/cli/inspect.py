@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -49,7 +50,7 @@ def command(
 
 
 def _gguf(file: GGUF) -> dict[str, Any]:
-    from g4spec.models import ADAPTER, find_kind
+    from g4spec.models import find_kind, other_file
 
     entries = [
         {"name": t.name, "shape": t.shape, "type": t.format.name.upper(), "bytes": t.nbytes}
@@ -58,10 +59,8 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     arch = str(file.get("general.architecture"))
     kind = find_kind(arch, file.tensors)
     title = kind.TITLE if kind else f"unknown here ({arch})"
-    if file.get("general.type") == "imatrix":
-        title = "importance matrix"
-    if ADAPTER in file:
-        title = "LoRA adapter"
+    if (other := other_file(file)) is not None:
+        title = re.sub(r"^an? ", "", other[0])
     return {
         "path": str(file.path),
         "kind": title,

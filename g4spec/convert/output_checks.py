@@ -9,7 +9,7 @@ from pathlib import Path
 from g4spec import gguf, quant
 from g4spec.convert.output import Output
 from g4spec.convert.plan import PlannedTensor
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import UsageError
 from g4spec.gguf import GGUF, parts
 from g4spec.quant import policy
 
@@ -20,14 +20,6 @@ def refuse_type(out: Path) -> None:
     if name in policy.names() or name in quant.writable_names():
         raise UsageError(
             f"{out} is a quant type: expected the file to write", fix=f"use `type` {name} for it"
-        )
-
-
-def refuse_imatrix(file: GGUF) -> None:
-    """Raise InputError if the source is an importance matrix."""
-    if file.get("general.type") == "imatrix":
-        raise InputError(
-            f"{file.path}: an importance matrix, not a model", fix="name the model instead"
         )
 
 

@@ -161,8 +161,7 @@ def quantize(
     mix = check_arguments(out, type, dry_run, tensor_types)
     unchanged = UnchangedCheck(source)
     with GGUF(source) as file:
-        output_checks.refuse_imatrix(file)
-        models.refuse_adapter(source, file)
+        models.refuse_other_files(source, file)
         output = Output(out, split_max_size, dry_run, progress, unchanged)
         return _requantize(file, output, mix, allow_requantize, [], importance, change=True)
 

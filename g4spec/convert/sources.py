@@ -193,11 +193,6 @@ def _open_folder(
     )
 
 
-def _adapter(folder: Path, found: str) -> Unsupported:
-    return Unsupported(
-        f"{folder}: a LoRA adapter that is not merged into its model",
-        found=found,
-        fix="merge it, for instance with `merge_and_unload` of PEFT, and convert what "
 def _with_quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with the quantization that is in a file of its own, if it is."""
     path = folder / QUANTIZATION
@@ -283,8 +278,8 @@ def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:
     dialect = dialects.recognise(arch, [*gguf, *gguf.tensors])
     kind = models.find_kind(arch, gguf.tensors)
     if models.ADAPTER in gguf or (kind is None and dialect is None):
-        gguf.close()
-        models.refuse_adapter(gguf.path, gguf)
+        with gguf:
+            models.refuse_other_files(gguf.path, gguf)
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")
     if dialect is not None:
         return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)

@@ -28,6 +28,8 @@ _SIGNATURES = {
 _LAYER = re.compile(
     rb'"mediaType":\s*"application/vnd\.ollama\.image\.model",\s*"digest":\s*"sha256:([0-9a-f]{64})"'
 )
+_OLDER_IMATRIX = re.compile(rb".{8}(blk\.\d+\.[a-z_]+|output|token_embd)\.weight", re.DOTALL)
+"""Count of matrices, length of the first one's name, and the name."""
 
 
 def fix(path: Path, begin: bytes) -> str | None:
@@ -40,6 +42,8 @@ def fix(path: Path, begin: bytes) -> str | None:
         stores = [p.parent for p in path.absolute().parents if p.name == "manifests"]
         where = stores[0] / "blobs" / blob if stores else f"models/blobs/{blob}"
         return f"a manifest of Ollama: give the blob of its model, {where}"
+    if _OLDER_IMATRIX.match(begin):
+        return "an importance matrix of an older llama.cpp, which is for quantizing: name a model"
     if begin[8:10] == b'{"':
         return "a safetensors file: give the folder of its checkpoint"
     return None

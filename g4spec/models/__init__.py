@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from types import ModuleType
+from typing import Any
 
 from g4spec.errors import InputError, Unsupported, UsageError
 
@@ -14,6 +15,22 @@ TARGETS = ("gemma4",)
 """Kinds that are targets; every other kind with an ARCH is a draft."""
 ADAPTER = "adapter.type"
 """Key that only LoRA adapters have; their architecture is that of their model."""
+TYPE, ARCHITECTURE = "general.type", "general.architecture"
+_ENCODERS = (
+    "encoders of vision and audio (mmproj)",
+    "name the GGUF file of the model itself, which runs without them",
+)
+OTHER_FILES = {
+    ADAPTER: (
+        "a LoRA adapter",
+        "merge it into the checkpoint of its model, and convert the result",
+    ),
+    "imatrix": ("an importance matrix", "name the model instead"),
+    "mmproj": _ENCODERS,
+    "clip": _ENCODERS,
+    "controlvector": ("a control vector", "name the model itself; none can be added to it"),
+}
+"""Type or architecture of GGUF files that are no models -> what they are, and what to do."""
 
 
 @functools.cache
@@ -56,13 +73,16 @@ def find_kind(arch: object, tensors: Container[str]) -> ModuleType | None:
     return next(iter(marked + plain), None)
 
 
-def refuse_adapter(path: object, keys: Container[str]) -> None:
-    """Raise Unsupported if a GGUF file with these metadata keys is a LoRA adapter."""
-    if ADAPTER in keys:
-        raise Unsupported(
-            f"{path}: a LoRA adapter, not a model",
-            fix="merge it into the checkpoint of its model, and convert the result",
-        )
+def other_file(keys: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return what a GGUF file with these metadata is if it is no model, and what to do; or None."""
+    kinds = (ADAPTER if ADAPTER in keys else "", *map(keys.get, (TYPE, ARCHITECTURE)))
+    return next((OTHER_FILES[str(kind)] for kind in kinds if str(kind) in OTHER_FILES), None)
+
+
+def refuse_other_files(path: object, keys: Mapping[str, Any]) -> None:
+    """Raise Unsupported if a GGUF file with these metadata is no model."""
+    if (other := other_file(keys)) is not None:
+        raise Unsupported(f"{path}: {other[0]}, not a model", fix=other[1])
 
 
 def wrong_role(path: object, kind: ModuleType, fix: str | None = None) -> InputError:

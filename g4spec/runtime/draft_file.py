@@ -41,7 +41,7 @@ class DraftFile:
             raise
 
     def _read(self, file: GGUF, p_min: float | None) -> None:
-        models.refuse_adapter(file.path, file)
+        models.refuse_other_files(file.path, file)
         arch = file.kv.get("general.architecture")
         self.kind = models.find_kind(arch, file.tensors)
         if self.kind is not None and arch in models.TARGETS:

@@ -51,7 +51,7 @@ def context_length(requested: int | None, trained: int) -> int:
 def parse_config(file: GGUF, fix: str | None = None) -> Any:
     """Return the configuration of a target. Raises InputError if the file is not one; `fix`: see
     `models.wrong_role`."""
-    models.refuse_adapter(file.path, file)
+    models.refuse_other_files(file.path, file)
     arch = file.kv.get("general.architecture")
     if arch not in models.TARGETS:
         if (kind := models.find_kind(arch, file.tensors)) is not None:

@@ -182,7 +182,7 @@ def find_models(
                 arch = file.kv.get("general.architecture")
                 kind = models.find_kind(arch, file.tensors)
                 if kind is not None:
-                    models.refuse_adapter(path, file.kv)
+                    models.refuse_other_files(path, file.kv)
                 if arch in models.TARGETS:
                     targets[path] = _header(file, str(arch))
                 elif kind is not None:

@@ -101,6 +101,7 @@ def sample(path: Path) -> KV:
         (b"tjgg", "before GGUF"),
         (b"FROM ./x.gguf", "Modelfile.*FROM"),
         (b'\x10\0\0\0\0\0\0\0{"a": {}}', "safetensors"),
+        (struct.pack("<ii", 9, 19) + b"blk.0.attn_q.weight", "importance matrix of an older"),
     ],
 )
 def test_other_files_are_named(begin: bytes, says: str, tmp_path: Path) -> None:

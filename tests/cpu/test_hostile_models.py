@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 
 from g4spec import cli, models
-from g4spec.convert import convert
+from g4spec.advisor import lookup
+from g4spec.advisor.facts import facts
+from g4spec.convert import convert, quantize
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, TensorData, ValueType, array, f32, string, u32
 from g4spec.gguf import write as write_gguf
 from g4spec.models import dflash_backbone
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.models.dflash_backbone import GEMMA_MARK
+from g4spec.runtime import target_file
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine
@@ -338,6 +341,34 @@ def test_lora_adapters_are_named(
     write_gguf(adapter, keys, halves)
     with pytest.raises(Unsupported, match="LoRA adapter"):
         convert(adapter, tmp_path / "x.gguf", target=home / "target.gguf")
+
+
+@pytest.mark.parametrize(
+    ("type", "arch", "says"),
+    [
+        ("mmproj", "clip", "encoders of vision and audio (mmproj), not a model"),
+        (None, "controlvector", "a control vector, not a model"),
+        ("imatrix", None, "an importance matrix, not a model"),
+    ],
+)
+def test_files_that_are_no_models_are_named(
+    type: str | None, arch: str | None, says: str, home: Path, tmp_path: Path
+) -> None:
+    keys = {"general.type": type, "general.architecture": arch}
+    kv = {key: string(value) for key, value in keys.items() if value}
+    write_gguf(path := tmp_path / "x.gguf", kv, [TensorData("a", (8,), malformed.F32, [bytes(32)])])
+    target = home / "target.gguf"
+    for refused in (
+        lambda: target_file.check(path),
+        lambda: DraftFile(path),
+        lambda: convert(path, tmp_path / "y.gguf", target=target),
+        lambda: quantize(path, tmp_path / "y.gguf", "q8_0"),
+        lambda: lookup.find_target(facts(), str(path)),
+    ):
+        with pytest.raises(Unsupported, match=re.escape(says)):
+            refused()
+    (failure,) = validate(path).failures
+    assert failure.finding.fix == f"name a model: this is {says.removesuffix(', not a model')}"
 
 
 @pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])

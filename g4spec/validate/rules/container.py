@@ -189,8 +189,9 @@ def architecture(s: Subject) -> Findings:
             if dialect
             else "convert from the original checkpoint with g4spec convert"
         )
-        if s.text("general.type") == "imatrix":
-            fix = "name a model: this is an importance matrix"
+        told = {models.TYPE: s.text(models.TYPE), models.ARCHITECTURE: s.arch}
+        if (other := models.other_file(told)) is not None:
+            fix = f"name a model: this is {other[0]}"
         yield Finding(
             "general.architecture",
             ", ".join(models.architectures()),
