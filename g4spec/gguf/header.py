@@ -21,6 +21,7 @@ from g4spec.gguf import forks, other_formats, regular_files, string_arrays
 from g4spec.gguf.values import ValueType
 
 MAGIC = b"GGUF"
+AGAIN = "download or convert it again"
 MAX_DIMS = 4
 MAX_NAME = 63
 MAX_COUNT = 1 << 30
@@ -108,7 +109,7 @@ class Header:
         self._scan()
 
     def _bad(self, what: str, expected: object = None, found: object = None) -> InputError:
-        return InputError(f"{self._path}: {what}", expected=expected, found=found)
+        return InputError(f"{self._path}: {what}", expected=expected, found=found, fix=AGAIN)
 
     def _take(self, code: str, at: int, what: str) -> tuple[Any, int]:
         """Unpack one number of struct format `code`; return it and the position after it."""
@@ -146,7 +147,14 @@ class Header:
                 f"{self._path}: a big-endian GGUF file", fix="convert it on a little-endian machine"
             )
         if self.version not in (2, 3):
-            raise Unsupported(f"{self._path}: GGUF version", expected="2 or 3", found=self.version)
+            older = "download or convert the model again: llama.cpp does not read it either"
+            newer = f"{AGAIN}; if it is of a later version, it needs a newer g4spec"
+            raise Unsupported(
+                f"{self._path}: GGUF version",
+                expected="2 or 3",
+                found=self.version,
+                fix=older if self.version < 2 else newer,
+            )
         n_tensors, at = self._take("q", at, "the tensor count")
         n_kv, at = self._take("q", at, "the metadata count")
         for what, count in (("metadata", n_kv), ("tensor", n_tensors)):

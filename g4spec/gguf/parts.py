@@ -87,7 +87,7 @@ def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
             f"{path}: the name of part {no + 1} of {count} of a split model",
             expected=part_name("NAME", no, count),
             found=path.name,
-            fix="rename the parts to their published names",
+            fix="rename all parts like this, as llama.cpp asks, too, or download them again",
         )
     out = [path.with_name(part_name(found[1], i, count)) for i in range(count)]
     missing = [p.name for p in out if not p.exists()]

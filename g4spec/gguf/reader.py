@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
 from g4spec.gguf import fused, parts, regular_files, string_arrays
-from g4spec.gguf.header import MAGIC, NUMBERS, Header
+from g4spec.gguf.header import AGAIN, MAGIC, NUMBERS, Header
 from g4spec.gguf.values import Value, ValueType
 
 _U64 = struct.Struct("<Q")
@@ -198,11 +198,13 @@ class GGUF(Mapping[str, Any]):
                             f"{self.path}: not a GGUF file",
                             expected="magic GGUF",
                             found=magic or "no data",
+                            fix=AGAIN,
                         )
                     raise InputError(
                         f"{self.path}: too short for a GGUF file",
                         expected="24 bytes or more",
                         found=self.size,
+                        fix=AGAIN,
                     )
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:

@@ -110,6 +110,30 @@ def test_other_files_are_named(begin: bytes, says: str, tmp_path: Path) -> None:
         GGUF(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("begin", "says"),
+    [
+        (struct.pack("<I", 1), "GGUF version: expected 2 or 3, found 1.*convert the model again"),
+        (struct.pack("<I", 4), "GGUF version: expected 2 or 3, found 4.*newer g4spec"),
+        (b"\xff" * 4, "GGUF version.*found 4294967295.*download or convert it again"),
+        (struct.pack(">I", 3), "big-endian.*convert it on a little-endian machine"),
+    ],
+)
+def test_other_versions_are_refused_with_a_way_out(begin: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"GGUF" + begin + bytes(40))
+    with pytest.raises(Unsupported, match=f"(?i){says}"):
+        GGUF(tmp_path / "a")
+
+
+@pytest.mark.parametrize("kept", [0, 10, 200, -25])
+def test_files_that_are_cut_are_to_be_downloaded_again(kept: int, tmp_path: Path) -> None:
+    """Also if only the last tensor is cut; the padding after it may be missing, as in llama.cpp."""
+    sample(tmp_path / "a.gguf")
+    (tmp_path / "a.gguf").write_bytes((tmp_path / "a.gguf").read_bytes()[:kept])
+    with pytest.raises(InputError, match="Download or convert it again"):
+        GGUF(tmp_path / "a.gguf")
+
+
 def test_a_manifest_of_ollama_names_the_blob_of_its_model(tmp_path: Path) -> None:
     (manifest := tmp_path / "manifests" / "library" / "gemma4").mkdir(parents=True)
     layers = [
