@@ -70,7 +70,7 @@ def convert(
     found = sources.detect(source)
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
-            note = f"{found.path} is a GGUF already; only its types are changed"
+            note = f"{found.path} is a GGUF already; {ollama.changes(found.source)}"
             note += "; `target` is ignored" if target else ""
             return _requantize(found.source, output, mix, False, [*found.notes, note])
         if found.is_target and target is not None:

@@ -62,3 +62,10 @@ def notes(file: GGUF) -> list[str]:
     """Return a remark about tensors of a target that are not used, if there are any."""
     found = other_parts(file)
     return [f"{len(found)} tensors for vision and audio are not used"] if found else []
+
+
+def changes(file: GGUF) -> str:
+    """Return the remark about what another type changes in a file."""
+    words = " and its tokenizer's words" if has_tokenizer(file) else ""
+    left_out = "; vision and audio are left out" if other_parts(file) else ""
+    return f"only its types{words} are changed{left_out}"

@@ -142,6 +142,10 @@ def test_files_by_ollama_open(source: Path, tmp_path: Path) -> None:
         out = tmp_path / f"{name}.gguf"
         result = quantize(path, out, type="q4_k_m", allow_requantize=True)
     assert len(result.plan.with_action("drop")) == 13
+    for path, says in ((source, "its types"), (theirs, "its types and its tokenizer's words")):
+        note = convert(path, tmp_path / "c.gguf", type="q8_0", dry_run=True).notes[0]
+        left_out = "; vision and audio are left out" * (path is theirs)
+        assert note == f"{path} is a GGUF already; only {says} are changed{left_out}"
     with GGUF(tmp_path / "a.gguf") as a, GGUF(tmp_path / "b.gguf") as b, GGUF(theirs) as file:
         assert {n: bytes(a.raw(n)) for n in a.tensors} == {n: bytes(b.raw(n)) for n in b.tensors}
         for made in (from_gguf(b), from_gguf(file)):
