@@ -61,6 +61,13 @@ def parse_config(file: GGUF, fix: str | None = None) -> Any:
             expected=" or ".join(models.TARGETS),
             found=f"architecture {arch!r}",
         )
+    if not file.tensors:
+        raise InputError(
+            f"{file.path}: no tensors",
+            expected="a model",
+            found="only metadata, as of a vocabulary",
+            fix="name the model itself",
+        )
     config = gemma4.parse_gguf(file.kv, file.shapes())
     check_heads(config.layers)
     loading.check_rotation(file, config.layers)

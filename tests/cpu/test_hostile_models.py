@@ -371,6 +371,14 @@ def test_files_that_are_no_models_are_named(
     assert failure.finding.fix == f"name a model: this is {says.removesuffix(', not a model')}"
 
 
+def test_a_vocabulary_is_no_target(home: Path, tmp_path: Path) -> None:
+    """Its first tensor was missing, with an impossible shape."""
+    with GGUF(home / "target.gguf") as file:
+        write_gguf(path := tmp_path / "vocab.gguf", {key: file.value(key) for key in file}, [])
+    with pytest.raises(InputError, match="no tensors: expected a model, found only metadata"):
+        target_file.check(path)
+
+
 @pytest.mark.parametrize("key", ["feed_forward_length", "attention.head_count_kv"])
 @pytest.mark.parametrize(
     "value",
