@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,17 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run the files of tests/oracle in one worker: the others need not import transformers' models
+    and speculators, which takes as long as importing all tests."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneOracle(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "tests/oracle" if file.startswith("tests/oracle/") else file
+
+    return OneOracle(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -70,6 +70,6 @@ def test_files_that_need_transformers_are_skipped_before_3_11() -> None:
     """Exactly the files that import it; a new file must be added to the list."""
     named = {"package.py", "test_dflash.py", "test_dflash2.py", "test_dspark.py", "test_eagle3.py"}
     folder = ROOT / "tests" / "oracle"
-    imports = r"(?m)^(from|import) speculators|^from tests\.oracle import.*\bpackage\b"
+    imports = r"(?m)^ *(from|import) speculators|^from tests\.oracle import.*\bpackage\b"
     assert {f.name for f in folder.glob("*.py") if re.search(imports, f.read_text())} == named
     assert set(conftest.collect_ignore) in (set(), named)

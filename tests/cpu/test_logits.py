@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from g4spec.cli._logit_options import logit_bias
 from g4spec.errors import InputError, Unsupported, UsageError
@@ -41,6 +40,8 @@ def history(output: Sequence[int] = OUTPUT, n_vocab: int = V) -> History:
 
 @pytest.mark.parametrize("penalty", [1.3, 0.6, 100.0])
 def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
     logits = rows(1)[0]
     want = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([PROMPT + OUTPUT]), logits[None].clone()

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers.utils import logging
-
-logging.set_verbosity_error()
-logging.disable_progress_bar()
 
 
 def model(folder: Path) -> Any:
     """Return the model that a folder's configuration names; a target must be a text-only
     checkpoint."""
+    import transformers
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     made = getattr(transformers, config["architectures"][0]).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"

@@ -1,4 +1,7 @@
-"""Runs the DFlash model of the speculators package on one block: its layers, head and mask."""
+"""Runs the DFlash model of the speculators package on one block: its layers, head and mask.
+
+It is imported where it is used: only the worker that runs these tests waits for it.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from g4spec.runtime.target import Target
 from tests.oracle import build
 
 
-def layer_config(raw: dict[str, Any]) -> Qwen3Config:
+def layer_config(raw: dict[str, Any]) -> Any:
     """Return the configuration of the layers. Eager attention takes an additive mask."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
+
     config = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
     config._attn_implementation = "eager"
     return config
@@ -28,6 +31,8 @@ def _model(
     config_class: Any = None,
     **settings: Any,
 ) -> Any:
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
     settings = {"architectures": ["DFlashSpeculator"]} | settings
     config = (config_class or DFlashSpeculatorConfig)(
         transformer_layer_config=layer_config(inner), **settings

@@ -21,9 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.generation.candidate_generator import (
-    SinglePositionMultiTokenCandidateGenerator as Generator,
-)
 
 from tests.oracle import build, hf
 from tests.support import tiny
@@ -47,7 +44,7 @@ class Round:
     among the keys and values. `hidden`: the input of each proposal beside its token, [1, B]."""
 
 
-class Spy(Generator):
+class Spy:
     """A candidate generator that records its proposals."""
 
     rounds: list[Round]
@@ -101,6 +98,10 @@ def oracle(
     folders: tuple[Path, Path], ids: list[int], count: int, spy: type[Spy], shift: int = 2
 ) -> tuple[list[int], list[Round]]:
     """Return transformers' text and rounds; `shift` is subtracted from the assistant's window."""
+    from transformers.generation.candidate_generator import (
+        SinglePositionMultiTokenCandidateGenerator as Generator,
+    )
+
     target, assistant = hf.target(folders[0]), hf.assistant(folders[1])
     assistant.generation_config.num_assistant_tokens = count
     assistant.config.get_text_config().sliding_window = WINDOW - shift
@@ -113,7 +114,9 @@ def oracle(
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
         truth = target.generate(torch.tensor([ids]), **settings)[0].tolist()
-    here = type("Here", (spy,), {"rounds": rounds, "hidden": hidden, "truth": truth + [0] * 16})
+    here = type(
+        "Here", (spy, Generator), {"rounds": rounds, "hidden": hidden, "truth": truth + [0] * 16}
+    )
     target._get_candidate_generator = lambda **kw: here(
         assistant_model=assistant,
         target_model_input_embeddings=target.get_input_embeddings(),

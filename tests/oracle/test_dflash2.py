@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 
 from tests.oracle import build, drafts, package
 from tests.oracle.test_dspark import read_model, rows_and_logits
@@ -50,6 +49,8 @@ def walk(
 
 def oracle_of(folder: Path, target: Any = None) -> drafts.Oracle:
     """Return the package's model; with `target`, for a z-lab checkpoint and that target."""
+    from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+
     raw = build.config(folder)
     softcap, scale = 0.0, 1.0
     if target is None:

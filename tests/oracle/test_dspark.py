@@ -9,15 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
-from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
-from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-from transformers.models.gemma4.modeling_gemma4 import (
-    Gemma4RMSNorm,
-    Gemma4TextDecoderLayer,
-    Gemma4TextRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
 
 from g4spec.models import dspark
 from tests.oracle import build, drafts, package
@@ -52,9 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def read_model(
-    folder: Path, model_class: Any = DSparkDraftModel, config_class: Any = DSparkSpeculatorConfig
-) -> Any:
+def read_model(folder: Path, model_class: Any, config_class: Any) -> Any:
     """Return the package's model of a checkpoint in the speculators layout."""
     raw = build.config(folder)
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
@@ -70,6 +59,12 @@ def read_model(
     assert all(m.startswith("verifier_") for m in missing), missing
     model.verifier_lm_head.weight.data.zero_()
     return model.float().eval()
+
+
+def read_dspark(folder: Path) -> Any:
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+
+    return read_model(folder, DSparkDraftModel, DSparkSpeculatorConfig)
 
 
 def rows_and_logits(
@@ -125,7 +120,7 @@ def chain(
 
 
 def package_oracle(folder: Path, full_window: int | None = None) -> drafts.Oracle:
-    model = read_model(folder)
+    model = read_dspark(folder)
     first = 0 if model.config.sample_from_anchor else 1
 
     @torch.no_grad()
@@ -166,7 +161,7 @@ def test_a_proposal_ends_before_the_first_row_of_little_confidence(
     tmp_path: Path, name: str
 ) -> None:
     target, folder = make(tmp_path, name)
-    model, ids = read_model(folder), build.prompt(2 * WINDOW, VOCAB)
+    model, ids = read_dspark(folder), build.prompt(2 * WINDOW, VOCAB)
     first = 0 if model.config.sample_from_anchor else 1
     pair = drafts.Folders(target, folder)
     (on, draft), features = pair.open(), drafts.read_features(pair, ids)
@@ -187,6 +182,8 @@ def test_a_proposal_ends_before_the_first_row_of_little_confidence(
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_dflash_from_the_anchor(tmp_path: Path, window: int | None) -> None:
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+
     target = tiny.target(tmp_path / "target", **TARGET)
     options = DRAFT | {"window": window}
     draft = tiny.speculators_dflash(tmp_path / "draft", target, sample_from_anchor=True, **options)
@@ -208,14 +205,19 @@ class DeepSpec:
     from the fused features, all rows of the block see each other."""
 
     def __init__(self, folder: Path) -> None:
+        from transformers.models.gemma4 import modeling_gemma4
+        from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+        self.code: Any = modeling_gemma4
         raw = build.config(folder)
         self.w = build.tensors(folder, ("model.", ""))
         self.raw, self.eps = raw, raw["rms_norm_eps"]
         config = Gemma4TextConfig(**{k: v for k, v in raw.items() if k != "model_type"})
         config._attn_implementation = "eager"
-        self.rotary = Gemma4TextRotaryEmbedding(config)
+        self.rotary = self.code.Gemma4TextRotaryEmbedding(config)
         self.layers = [
-            Gemma4TextDecoderLayer(config, i).eval() for i in range(len(raw["layer_types"]))
+            self.code.Gemma4TextDecoderLayer(config, i).eval()
+            for i in range(len(raw["layer_types"]))
         ]
         for i, layer in enumerate(self.layers):
             own = f"layers.{i}."
@@ -235,7 +237,7 @@ class DeepSpec:
         self.confidence_head = self.d2t = None
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        norm = Gemma4RMSNorm(x.shape[-1], self.eps)
+        norm = self.code.Gemma4RMSNorm(x.shape[-1], self.eps)
         norm.weight.data = self.w[name]
         return norm(x)
 
@@ -262,8 +264,9 @@ class DeepSpec:
         q = a.q_norm(a.q_proj(h).view(len(h), -1, a.head_dim))
         v = k if a.v_proj is None else a.v_proj(both).view(len(both), -1, a.head_dim)
         v = a.v_norm(v).transpose(0, 1)
-        k = apply_rotary_pos_emb(a.k_norm(k)[None], cos, sin, unsqueeze_dim=2)[0].transpose(0, 1)
-        q = apply_rotary_pos_emb(q[None], cos[:, -len(h) :], sin[:, -len(h) :], unsqueeze_dim=2)
+        rotate = self.code.apply_rotary_pos_emb
+        k = rotate(a.k_norm(k)[None], cos, sin, unsqueeze_dim=2)[0].transpose(0, 1)
+        q = rotate(q[None], cos[:, -len(h) :], sin[:, -len(h) :], unsqueeze_dim=2)
         q = q[0].transpose(0, 1)
         group = len(q) // len(k)
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)

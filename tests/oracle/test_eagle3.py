@@ -14,11 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
-from speculators.models.peagle import core as peagle_core
-from transformers.models.llama.configuration_llama import LlamaConfig
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
@@ -61,9 +56,12 @@ PARALLEL: dict[str, dict[str, Any]] = {
 
 def read_model(folder: Path, table: torch.Tensor) -> Any:
     """Return the package's model; `table` [V, H] replaces an embedding that is not stored."""
+    from speculators.models import eagle3, peagle
+    from transformers import LlamaConfig, Qwen3Config
+
     raw = build.config(folder)
     parallel = raw["speculators_model_type"] == "peagle"
-    config_class: Any = PEagleSpeculatorConfig if parallel else Eagle3SpeculatorConfig
+    config_class: Any = peagle.PEagleSpeculatorConfig if parallel else eagle3.Eagle3SpeculatorConfig
     inner = {k: v for k, v in raw["transformer_layer_config"].items() if k != "model_type"}
     layer: Any = (
         Qwen3Config if raw["transformer_layer_config"]["model_type"] == "qwen3" else LlamaConfig
@@ -71,7 +69,7 @@ def read_model(folder: Path, table: torch.Tensor) -> Any:
     layer._attn_implementation = "eager"
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
     settings = {k: v for k, v in raw.items() if k in known}
-    model: Any = (PEagleDraftModel if parallel else Eagle3DraftModel)(
+    model: Any = (peagle.PEagleDraftModel if parallel else eagle3.Eagle3DraftModel)(
         config_class(transformer_layer_config=layer, **settings)
     )
     stored = {"embed_tokens.weight": table} | build.tensors(folder, ("model.", ""))
@@ -119,6 +117,7 @@ def chain(model: Any) -> drafts.Oracle:
 
 def parallel(model: Any) -> drafts.Oracle:
     """Run P-EAGLE: all tokens so far, and one rollout at the anchor."""
+    from speculators.models.peagle import core as peagle_core
 
     def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         count = len(drafted)

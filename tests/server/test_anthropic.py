@@ -6,9 +6,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import jsonschema
 import pytest
 
@@ -24,6 +23,9 @@ from g4spec.server.settings import Settings
 from tests.server.running_server import Served
 from tests.server.test_openai import SCHEMAS, WEATHER
 from tests.support.selection import sample
+
+if TYPE_CHECKING:
+    import anthropic
 
 TOOLS: Any = [
     {"name": "weather", "input_schema": WEATHER, "strict": True},
@@ -67,6 +69,8 @@ CALLED: Any = [
 
 
 def connect(served: Served, key: str = "none", **more: Any) -> anthropic.Anthropic:
+    import anthropic
+
     return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, **more)
 
 
@@ -418,6 +422,8 @@ def test_the_time_for_blocks_is_linear_in_their_number() -> None:
 def test_errors_have_anthropics_form(
     client: anthropic.Anthropic, busy: Served, engines: Callable[..., Engine]
 ) -> None:
+    import anthropic
+
     old = client.with_options(default_headers={"anthropic-version": "2023-06-01"})
     assert old.messages.create(**given()).content
     with pytest.raises(anthropic.NotFoundError, match="not served here") as found:
@@ -456,6 +462,8 @@ def test_errors_have_anthropics_form(
 
 
 def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> None:
+    import anthropic
+
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.2))
     try:
         body = given(max_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})

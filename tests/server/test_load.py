@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from g4spec.runtime.engine import Engine
@@ -154,6 +152,9 @@ def test_the_sdks_do_not_repeat_a_request_that_takes_too_long(
     engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default they repeat 408 twice, and every generation would end in the same error."""
+    import anthropic
+    import openai
+
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.1))
     n_jobs, submit = 0, served.service.submit
 

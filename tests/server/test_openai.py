@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
-import openai
 import pytest
 
 from tests.server.mixed_requests import TOOLS, WEATHER
 from tests.server.running_server import Served
 from tests.support.selection import sample
+
+if TYPE_CHECKING:
+    import openai
 
 CLOCK = {"type": "object", "properties": {}}
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
@@ -20,6 +22,8 @@ HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
 @pytest.fixture(scope="module")
 def client(busy: Served) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(
         base_url=f"{busy.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
     )
@@ -111,6 +115,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", sample(VARIANTS, 5))
 def test_chat_whole_streamed_and_undrafted(client: openai.OpenAI, plain: Served, name: str) -> None:
+    import openai
+
     more = VARIANTS[name]
     whole = ask(client, **more)
     stream = list(ask(client, **more, stream=True, stream_options={"include_usage": True}))
@@ -304,6 +310,8 @@ def test_completions_of_no_tokens(busy: Served) -> None:
 def test_completions_whole_streamed_and_undrafted(
     client: openai.OpenAI, plain: Served, name: str
 ) -> None:
+    import openai
+
     more = dict(COMPLETIONS[name])
     extra = {"draft_max": 3, **more.pop("extra_body", {})}
     given: Any = {"model": "small", "prompt": "def main():\n", "max_tokens": 12, "seed": 1, **more}
@@ -398,6 +406,8 @@ def test_each_chunk_has_the_usage_so_far(busy: Served, path: str, body: dict[str
 
 
 def test_models(client: openai.OpenAI) -> None:
+    import openai
+
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("small").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="not served here, only tiny, small"):

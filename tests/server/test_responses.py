@@ -6,10 +6,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonschema
-import openai
 import pytest
 
 from g4spec.runtime.engine import Engine
@@ -25,6 +24,9 @@ from g4spec.server.settings import Settings
 from tests.server.running_server import Served, wait
 from tests.server.test_openai import SCHEMAS, WEATHER
 from tests.support.selection import sample
+
+if TYPE_CHECKING:
+    import openai
 
 TOOLS: Any = [
     {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True},
@@ -73,6 +75,8 @@ CALLED: Any = [
 
 
 def connect(served: Served, **more: Any) -> openai.OpenAI:
+    import openai
+
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, **more)
 
 
@@ -278,6 +282,8 @@ def test_the_time_for_reasoning_is_linear_in_its_items() -> None:
 
 
 def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
+    import openai
+
     first = client.responses.create(**given(instructions="Be kind.", metadata={"a": "b"}))
     assert flat(client.responses.retrieve(first.id)) == flat(first)
     whole: Any = [
@@ -324,6 +330,8 @@ def test_a_stored_response_can_be_continued(client: openai.OpenAI) -> None:
 
 
 def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
+    import openai
+
     body = given(temperature=0, background=True)
     begun = client.responses.create(**body)
     assert begun.status == "in_progress" and not begun.output
