@@ -29,11 +29,15 @@ demo: $(VENV)/.package
 
 RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25
 
-test: package-check
+test: package-check.beside
 	$(RUN_TESTS) $(PYTEST)
 
-test-all: check
+test-all: check.beside
 	$(RUN_TESTS) -m '' $(PYTEST)
+
+# The checks, of which mypy takes most, leave a core idle; the rest of a new installation uses it.
+%.beside:
+	@$(MAKE) --no-print-directory -j2 $* $(VENV)/.oracle
 
 test-kernels: $(VENV)/.tests
 	G4SPEC_COMPILE=all $(BIN)/python -m pytest tests/arch/test_kernels.py
@@ -51,7 +55,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/linkchecker --config docs/linkchecker.ini site/index.html
 
-bench-cpu: $(VENV)/.tests
+bench-cpu: $(VENV)/.oracle
 	@for script in benchmarks/cpu_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean:
@@ -74,8 +78,14 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
 	@$(PIP) -e '.[test,dev,oracle]'
+	@touch $@ $(VENV)/.package
+
+$(VENV)/.oracle: $(VENV)/.tests
 	@# Their own requirements name builds of torchvision and torchaudio that are not needed here.
 	@# They need Python 3.11; on 3.10 the tests that compare with them are left out.
 	@$(PIP) --no-deps "speculators==0.9.0; python_version >= '3.11'" \
 	                  "hs-connectors==0.9.0; python_version >= '3.11'"
-	@touch $@ $(VENV)/.package
+	@# Compile what tests import, which every worker would do at the same time. Tests report errors.
+	@$(BIN)/python -c 'import anthropic, openai, speculators' > /dev/null 2>&1 || true
+	@$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 || true
+	@touch $@
