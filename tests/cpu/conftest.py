@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support import tokens
+from tests.support.coarse_timing import coarse_timing  # noqa: F401
 from tests.support.commands import Cli
 
 

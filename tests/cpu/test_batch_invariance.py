@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, Cycle, Draft, StepRows, Work
-from g4spec.runtime import cycle_timing
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.eager_runner import EagerRunner
 from g4spec.runtime.request import Options
@@ -23,12 +22,6 @@ from tests.support import batch_invariance, memory_engine
 from tests.support.batch_invariance import ReferenceRuns, RequestSpec
 from tests.support.memory_engine import DRAFTS
 from tests.support.selection import sample
-
-
-@pytest.fixture(autouse=True)
-def coarse_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure each cycle once for `auto` lengths, whose choice does not matter here."""
-    monkeypatch.setattr(cycle_timing, "REPEATS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import sys
 
+from tests.support.coarse_timing import coarse_timing  # noqa: F401
+
 collect_ignore = (
     []
     if sys.version_info >= (3, 11)

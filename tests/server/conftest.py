@@ -11,6 +11,7 @@ import pytest
 from g4spec import convert
 from g4spec.runtime.engine import Engine
 from tests.server.running_server import Served
+from tests.support.coarse_timing import coarse_timing  # noqa: F401
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 
