@@ -13,6 +13,7 @@ import torch
 
 from g4spec.core import StepRows
 from g4spec.errors import InputError
+from g4spec.runtime import cycle_timing
 from g4spec.runtime.engine import Engine
 
 RAISES, CRASHES, READING, HANGS = 5, 6, 7, 8
@@ -31,8 +32,9 @@ def _fail(token: int) -> None:
 
 def load(**options: Any) -> Engine:
     """Load an engine that fails on request of a prompt. After a failure during prefill, every later
-    call fails too, as after a CUDA error. It has one thread."""
+    call fails too, as after a CUDA error. It has one thread, and measures each cycle once."""
     torch.set_num_threads(1)
+    cycle_timing.REPEATS = 1
     engine = Engine.load(**options)
     read, collect = engine.backend.read, engine.scheduler._cycle
     drop = engine.scheduler.cycles.discard
@@ -67,7 +69,10 @@ def load_once(flag: Path, **options: Any) -> Engine:
 
 
 def load_or_exit(broken: Path, **options: Any) -> Engine:
-    """Load as `load`; exit the process instead if `broken` exists."""
+    """Load as `load`, half a second later if there is a file "slow" beside `broken`; exit the
+    process instead if `broken` exists."""
+    if broken.with_name("slow").exists():
+        time.sleep(0.5)
     if broken.exists():
         os._exit(9)
     return load(**options)

@@ -37,6 +37,7 @@ from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.settings import Settings
 from tests.server import faulty_engines as faulty
+from tests.server import forked_engines
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
 from tests.support.selection import sample
@@ -70,9 +71,16 @@ def remote(client: EngineClient) -> Iterator[Served]:
     served.stop()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start processes without importing torch in each; those of `client` are started as usual."""
+    monkeypatch.setattr(engine_client, "start_process", forked_engines.start_process)
+
+
 until = partial(wait, seconds=60)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
     """A sleeping engine has no process; GET requests leave it asleep, any POST wakes it."""
     with EngineClient(
@@ -112,6 +120,7 @@ def test_an_idle_engine_sleeps_and_wakes(family: Path, busy: Served) -> None:
     assert not engine.sleep(), "it is closed"
 
 
+@pytest.mark.usefixtures("forked")
 def test_health_stays_green_while_a_sleeping_engine_wakes(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,12 +142,14 @@ def test_health_stays_green_while_a_sleeping_engine_wakes(
 
         try:
             assert wake() == {200} and engine._channel is not None and health() == 200
-            monkeypatch.setattr(engine_client, "WAKE_SECONDS", 0.1)
-            assert 503 in wake()
-            until(lambda: health() == 200)
-            monkeypatch.undo()
+            (tmp_path / "slow").write_text("")
+            with monkeypatch.context() as patched:
+                patched.setattr(engine_client, "WAKE_SECONDS", 0.1)
+                assert 503 in wake()
+                until(lambda: health() == 200)
             (tmp_path / "broken").write_text("")
             assert wake() == {200, 503}
+            (tmp_path / "slow").unlink()
             (tmp_path / "broken").unlink()
             until(lambda: health() == 200)
             assert engine.process is not None
@@ -346,6 +357,7 @@ def test_the_wait_of_texts_that_never_begin_is_observed(
     read.cancel()
 
 
+@pytest.mark.usefixtures("forked")
 def test_repeated_failures_end_the_engine(
     family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +384,7 @@ def test_repeated_failures_end_the_engine(
         served.stop()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("ends", ["sleeps", "crashes", "loads"])
 def test_another_file_in_place_of_the_target_ends_the_engine(
     ends: str, family: Path, tmp_path: Path
@@ -406,6 +419,7 @@ def test_another_file_in_place_of_the_target_ends_the_engine(
             served.stop()
 
 
+@pytest.mark.usefixtures("forked")
 def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -> None:
     target = family / "target.gguf"
     with pytest.raises(UsageError, match="`parallel`: expected 1 to"):
