@@ -133,8 +133,10 @@ def _json_value(value: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Return JSON on one line, with DEL and C1 control characters escaped, too."""
-    text = jsonlib.dumps(value, ensure_ascii=False, default=str)
+    """Return JSON on one line, with DEL and C1 control characters escaped, too, and where stdout is
+    not UTF-8 all that is not ASCII."""
+    ascii_only = "utf" not in (sys.stdout.encoding or "utf-8").lower()
+    text = jsonlib.dumps(value, ensure_ascii=ascii_only, default=str)
     return _DEL_AND_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

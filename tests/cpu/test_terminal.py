@@ -209,6 +209,16 @@ def test_json_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> 
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out), "also in a pipe"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_has_every_character(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    """Where stdout is not UTF-8, a character that it lacks became `?` and others other bytes."""
+    written = io.BytesIO()
+    stdout = io.TextIOWrapper(written, encoding=encoding, errors="replace")  # as `cli.main` sets
+    monkeypatch.setattr(sys, "stdout", stdout)
+    render.Output(json=True).result({"text": "grüße → 例"})
+    assert json.loads(written.getvalue().decode("utf-8")) == {"text": "grüße → 例"}
+
+
 def test_reading_several_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second read once raised an error, because a stream cannot be reconfigured after a
     read."""
