@@ -111,6 +111,8 @@ def _from_os_error(problem: OSError) -> G4Error | None:
         return None
     where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
     reason = (problem.strerror or os.strerror(problem.errno)).lower()
+    if "temporary directory" in reason:  # tempfile.gettempdir
+        return EnvironmentProblem(reason, fix="set TMPDIR to a folder that can be written to")
     if problem.errno in _INPUT_FIXES:
         return InputError(f"cannot open{where}: {reason}", fix=_INPUT_FIXES[problem.errno])
     if problem.errno == errno.EBADF:  # see `cli._open_closed_streams`

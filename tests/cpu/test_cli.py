@@ -75,6 +75,11 @@ def one_error_line(err: str) -> str:
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, "out of memory"),
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 4, "out of memory"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            4,
+            "no usable temporary directory found in ['/tmp']. Set TMPDIR to a folder",
+        ),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 3, "cannot open 'x'"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 3, "cannot open 'x'"),
         (PermissionError(errno.EPERM, "Not permitted", "x"), 4, "cannot access 'x'"),
