@@ -48,10 +48,12 @@ def convert_cached(
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{TYPE}.gguf"
     for path in (out, _digest_path(out)):
         remove_stale(path)  # left by a killed process
-    exists = out.exists()
+    exists = os.path.exists(out)  # False in a folder of another user, unlike `Path.exists`
     if exists and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
     _create(out.parent)
+    if exists and not os.access(out, os.R_OK):
+        raise _unusable(out, "read", os.strerror(errno.EACCES))
     convert(source, out, target=target, type=TYPE, progress=progress)
     digest = _sha256(out).encode()
     with atomic_write(_digest_path(out), len(digest)) as f:
@@ -67,11 +69,15 @@ def _create(folder: Path) -> None:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise EnvironmentProblem(
-            f"{folder}: the cache of converted drafts cannot be written to",
-            found=(error.strerror or str(error)).lower(),
-            fix="set XDG_CACHE_HOME to another folder, or give a file made by `g4spec convert`",
-        ) from error
+        raise _unusable(folder, "written to", error.strerror or str(error)) from error
+
+
+def _unusable(path: Path, what: str, why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"{path}: the cache of converted drafts cannot be {what}",
+        found=why.lower(),
+        fix="set XDG_CACHE_HOME to another folder, or give a file made by `g4spec convert`",
+    )
 
 
 def _digest_path(out: Path) -> Path:

@@ -3,6 +3,7 @@ found."""
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -377,6 +378,31 @@ def test_a_cache_that_cannot_be_written_to_names_its_variable(
         monkeypatch.setattr("os.access", lambda path, mode: False)
         with pytest.raises(EnvironmentProblem, match="Set XDG_CACHE_HOME to another folder"):
             convert_cached(family / "zlab", family / "target", cache)
+
+
+@pytest.mark.parametrize("hidden", ["folder", "entry"])
+def test_a_cache_of_another_user_names_its_variable(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hidden: str
+) -> None:
+    """Simulated, since root may read everything."""
+    cache = tmp_path / "cache"
+    entry, _ = convert_cached(family / "zlab", family / "target", cache)
+    denied = PermissionError(errno.EACCES, "Permission denied", str(entry))
+    refuse = {"folder": ("exists", "stat"), "entry": ("open", "read_bytes")}[hidden]
+    for name in refuse:
+        real = getattr(Path, name)
+
+        def checked(path: Path, *args: Any, real: Any = real, **options: Any) -> Any:
+            if path.parent == cache:
+                raise denied
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(Path, name, checked)
+    monkeypatch.setattr("os.path.exists", lambda path: hidden == "entry" or cache != path.parent)
+    shut = cache if hidden == "folder" else entry
+    monkeypatch.setattr("os.access", lambda path, mode: path != shut)
+    with pytest.raises(EnvironmentProblem, match="Set XDG_CACHE_HOME to another folder"):
+        convert_cached(family / "zlab", family / "target", cache)
 
 
 # ---- safetensors folders
