@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all test-kernels check package-check docs bench-cpu clean
+.PHONY: help demo test test-all compiler test-kernels check package-check docs bench-cpu clean
 
 help:
 	@echo "make demo         set up, then do the whole job on the bundled model family"
@@ -29,15 +29,18 @@ demo: $(VENV)/.package
 
 RUN_TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=25
 
-test: package-check.beside
+test: compiler package-check.beside
 	$(RUN_TESTS) $(PYTEST)
 
-test-all: check.beside
+test-all: compiler check.beside
 	$(RUN_TESTS) -m '' $(PYTEST)
 
 # The checks, of which mypy takes most, leave a core idle; the rest of a new installation uses it.
 %.beside:
 	@$(MAKE) --no-print-directory -j2 $* $(VENV)/.oracle
+
+compiler:
+	@command -v g++ >/dev/null || { echo "the tests need g++, which compiles the kernels for a CPU; Debian, Ubuntu: apt install g++" >&2; exit 1; }
 
 test-kernels: $(VENV)/.tests
 	G4SPEC_COMPILE=all $(BIN)/python -m pytest tests/arch/test_kernels.py

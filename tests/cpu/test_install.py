@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -55,6 +58,17 @@ def test_pyproject_pins_the_same(python: str) -> None:
         )
         if applies and (found := pins(python).get(requirement.name)):
             assert requirement.specifier.contains(found[0]), requirement
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_names_the_missing_compiler(tmp_path: Path) -> None:
+    """The tests of the emulator ended with tracebacks, after minutes of installing."""
+    command = [str(shutil.which("make")), "-s", "compiler"]
+    for path, code in ((os.environ["PATH"], 0), (str(tmp_path), 2)):
+        done = subprocess.run(
+            command, cwd=ROOT, env={"PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == code and ("need g++" in done.stderr) == (code != 0)
 
 
 def test_only_running_a_model_brings_torch() -> None:
