@@ -391,7 +391,11 @@ def test_an_output_that_may_not_be_written(
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return stat(path, **kwargs)
 
+    locked = tmp_path / "locked"
+    locked.mkdir()
     monkeypatch.setattr("pathlib.Path.stat", refuse)
+    # Since Python 3.14 `Path.exists` is False there, and does not call `Path.stat`.
+    monkeypatch.setattr("os.access", lambda path, mode, **_: path != locked)
     stderr = g4spec.refused(*line.replace("locked", str(tmp_path / "locked")).split(), codes=(4,))
     assert "cannot write" in stderr and "permission denied" in stderr
 
