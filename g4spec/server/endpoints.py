@@ -33,7 +33,15 @@ from g4spec.server.request_errors import RequestError
 from g4spec.server.response_parts import speculation_header
 from g4spec.server.response_store import ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.sse import PING, Events, EventStream, cancel_on_disconnect, error_event, event
+from g4spec.server.sse import (
+    PING,
+    Events,
+    EventStream,
+    cancel_on_disconnect,
+    error_event,
+    event,
+    ping_seconds,
+)
 from g4spec.server.stored_responses import MODEL, StoredResponses, owner, stored_routes
 
 
@@ -57,7 +65,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: chat.full_response(g, body),
             lambda g: chat.stream_response(g, body),
-            interval=fields.ping_seconds(body, self._service.settings.ping),
+            interval=body.sse_ping_interval,
         )
 
     @takes(fields.CompletionRequest)
@@ -69,7 +77,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: completions.full_response(g, body),
             lambda g: completions.stream_response(g, body),
-            interval=fields.ping_seconds(body, self._service.settings.ping),
+            interval=body.sse_ping_interval,
         )
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
@@ -81,7 +89,7 @@ class Endpoints(StoredResponses):
             bool(body.stream),
             lambda g: llamacpp.full_response(g, body),
             lambda g: llamacpp.stream_response(g, body),
-            interval=fields.ping_seconds(body, self._service.settings.ping),
+            interval=body.sse_ping_interval,
         )
 
     @takes(message_fields.MessagesRequest)
@@ -134,7 +142,7 @@ class Endpoints(StoredResponses):
         chunks: Callable[[Generation], Events],
         failed: Callable[[RequestError], str] = error_event,
         ping: str = PING,
-        interval: float | None = None,
+        interval: int | None = None,
     ) -> Response:
         """Submit a job; return one response, or an event stream if `stream`.
 
@@ -143,10 +151,10 @@ class Endpoints(StoredResponses):
             chunks: yields the events of the stream.
             failed: builds the event that ends the stream with an error.
             ping: sent while there is no other event.
-            interval: seconds between pings; None: those of the settings.
+            interval: see `ping_seconds`.
         """
         service = self._service
-        settings = replace(service.settings, ping=interval or service.settings.ping)
+        settings = replace(service.settings, ping=ping_seconds(interval, service.settings.ping))
         if stream:
             kept, generation = ReplayStore.name(request), await service.submit(await build_job())
             events = self._log_when_done(

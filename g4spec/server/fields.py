@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -191,14 +190,6 @@ class LlamaCpp(Body):
     sse_ping_interval: int | None = Field(None, ge=-1, le=86_400)
     id_slot: int | None = None
     verbose: bool | None = None
-
-
-def ping_seconds(request: LlamaCpp, default: float) -> float:
-    """Return the seconds between the pings of a silent stream; infinity: there are none."""
-    wanted = request.sse_ping_interval
-    if wanted is None:
-        return default
-    return wanted if wanted > 0 else math.inf
 
 
 class OpenAI(Sampling, Hints, LlamaCpp):

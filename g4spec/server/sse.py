@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
@@ -37,6 +38,18 @@ def event(value: Any, name: str | None = None) -> str:
 def error_event(error: RequestError) -> str:
     """Format an error as the last event of a stream."""
     return event(error.json())
+
+
+def ping_seconds(wanted: int | None, default: float) -> float:
+    """Return the seconds between the pings of a silent stream; infinity: there are none.
+
+    Args:
+        wanted: `sse_ping_interval` of the request.
+        default: that of the settings, for a request without it.
+    """
+    if wanted is None:
+        return default
+    return wanted if wanted > 0 else math.inf
 
 
 class ClientDisconnected(Exception):

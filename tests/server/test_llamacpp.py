@@ -14,6 +14,7 @@ import pytest
 from g4spec.runtime.engine import Engine
 from g4spec.server import fields
 from g4spec.server.settings import Settings
+from g4spec.server.sse import ping_seconds
 from tests.server.running_server import TEMPLATE, Served
 
 
@@ -462,4 +463,5 @@ def test_requests_of_the_web_ui(busy: Served) -> None:
     request = fields.ChatRequest.model_validate(body)
     assert request.max_tokens is None
     never = fields.ChatRequest.model_validate({**body, "sse_ping_interval": -1})
-    assert [fields.ping_seconds(each, 15) for each in (request, never)] == [1, math.inf]
+    wanted = [each.sse_ping_interval for each in (request, never)]
+    assert [ping_seconds(each, 15) for each in (*wanted, None)] == [1, math.inf, 15]
