@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from g4spec.server import grammar, options, response_parts
+from g4spec.server import constraints, grammar, options, response_parts
 from g4spec.server.call_grammar import Function
 from g4spec.server.fields import ChatRequest, NamedTool
 from g4spec.server.generation import Delta, Token
@@ -164,7 +164,14 @@ def functions(request: ChatRequest) -> list[Function]:
 def _grammar(
     service: Service, request: ChatRequest, choice: str | NamedTool, prompt: Prompt
 ) -> Grammar | None:
-    answer, user = _answer(request)
+    wanted = constraints.of(request)
+    if wanted and wanted.field != "response_format" and choice not in ("auto", "none"):
+        raise RequestError(
+            400,
+            f"{wanted.field}: tool_choice requires a call, which has the form of its function; "
+            "leave out one of them",
+            param=wanted.field,
+        )
     calls = functions(request) if choice != "none" else []
     most = 1 if request.parallel_tool_calls is False else None
     marks, thinking = service.prompter.marks, prompt.thinking
@@ -173,7 +180,7 @@ def _grammar(
         return grammar.whole_text(marks, calls=calls, most=1, thinking=thinking)
     if choice == "required":
         return grammar.whole_text(marks, calls=calls, most=most, thinking=thinking)
-    if answer is not None or user is not None:
+    if wanted:
         if prompt.begun:
             raise RequestError(
                 400,
@@ -182,42 +189,17 @@ def _grammar(
                 param="messages",
             )
         return grammar.whole_text(
-            marks, answer=answer, user=user, calls=calls, most=most, thinking=thinking
+            marks,
+            answer=wanted.answer,
+            user=wanted.user,
+            calls=calls,
+            most=most,
+            thinking=thinking,
         )
     if calls:
         assert marks is not None
         return grammar.inside_calls(marks, calls, parallel=most is None)
     return None
-
-
-def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
-    """Return (Lark rule of the answer, grammar of the user); at most one is not None."""
-    form = request.response_format
-    if request.json_schema is not None:
-        if request.grammar or form is not None:
-            raise RequestError(
-                400,
-                "json_schema, grammar and response_format exclude each other; set only one",
-                param="json_schema",
-            )
-        return grammar.json_answer(request.json_schema, strict=False), None
-    if form is None or form.type == "text":
-        return None, grammar.to_lark(request.grammar) if request.grammar else None
-    if request.grammar:
-        raise RequestError(
-            400, "grammar and response_format exclude each other; set only one", param="grammar"
-        )
-    if form.type == "json_object":
-        wanted = form.schema_ if form.schema_ is not None else {"type": "object"}
-        return grammar.json_answer(wanted, strict=form.schema_ is None), None
-    if form.json_schema is None:
-        raise RequestError(
-            400,
-            "response_format.json_schema: missing; required by the type json_schema",
-            param="response_format",
-        )
-    named = form.json_schema
-    return grammar.json_answer(named.schema_ or {}, strict=bool(named.strict)), None
 
 
 # ---- responses

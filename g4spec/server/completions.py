@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from g4spec.core import Logprobs
-from g4spec.server import grammar, options, response_parts
-from g4spec.server.fields import CompletionRequest
+from g4spec.server import constraints, grammar, options, response_parts
+from g4spec.server.fields import OpenAI
 from g4spec.server.generation import Delta, Token
 from g4spec.server.output_parser import TextEvent
 from g4spec.server.request_errors import RequestError
@@ -21,6 +23,18 @@ DEFAULT_TOKENS = 16
 """Default of `max_tokens` if the server has none, as in OpenAI's API."""
 
 
+class CompletionRequest(OpenAI):
+    """A body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0)
+    n_predict: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1)
+    suffix: Literal[""] | None = None
+
+
 async def build_job(service: Service, request: CompletionRequest) -> Job:
     """Build the job of a request."""
     service.check_model(request.model)
@@ -29,16 +43,13 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
         raise RequestError(
             400, "best_of: only the value of n is supported; leave it out", param="best_of"
         )
-    constraint = None
-    if request.grammar:
-        if request.ignore_eos:
-            raise RequestError(
-                400,
-                "ignore_eos cannot be combined with a grammar; leave it out",
-                param="ignore_eos",
-            )
-        lark = await asyncio.to_thread(grammar.to_lark, request.grammar)
-        constraint = grammar.whole_text(None, user=lark)
+    wanted = await asyncio.to_thread(constraints.of, request)
+    if wanted and request.ignore_eos:
+        raise RequestError(
+            400,
+            "ignore_eos cannot be combined with a grammar or schema; leave it out",
+            param="ignore_eos",
+        )
     n_predict = request.n_predict if request.max_tokens is None else request.max_tokens
     if n_predict is None:
         n_predict = service.settings.n_predict or DEFAULT_TOKENS
@@ -58,7 +69,7 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
         await prompt_ids(service, first),
         engine_options,
         n,
-        constraint,
+        grammar.whole_text(None, answer=wanted.answer, user=wanted.user) if wanted else None,
         live=request.live,
         others=tuple([await prompt_ids(service, each) for each in others]),
     )

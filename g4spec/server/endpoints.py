@@ -68,8 +68,8 @@ class Endpoints(StoredResponses):
             interval=body.sse_ping_interval,
         )
 
-    @takes(fields.CompletionRequest)
-    async def completions(self, request: Request, body: fields.CompletionRequest) -> Response:
+    @takes(completions.CompletionRequest)
+    async def completions(self, request: Request, body: completions.CompletionRequest) -> Response:
         """Answer POST /v1/completions."""
         return await self._generate(
             request,

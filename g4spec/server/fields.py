@@ -192,7 +192,84 @@ class LlamaCpp(Body):
     verbose: bool | None = None
 
 
-class OpenAI(Sampling, Hints, LlamaCpp):
+def _schema(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        found = from_json(value, allow_inf_nan=False) if value else None
+    except ValueError:
+        found = False
+    if not isinstance(found, dict | None):
+        raise PydanticCustomError("schema", "expected a JSON schema, as an object or its text")
+    return found
+
+
+Schema = Annotated[
+    Json | None,
+    BeforeValidator(_schema),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}, {"type": "null"}]}),
+]
+"""A JSON schema, or its text; an empty text is none."""
+
+Choices = Annotated[list[Text], Field(min_length=1)]
+
+
+class StructuredOutputs(Body):
+    """What an answer must match, as vLLM names it: one of the first five fields.
+
+    JSON is compact without whitespace_pattern, so disable_any_whitespace has no effect.
+    """
+
+    json_: Schema = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: None = None
+    whitespace_pattern: Text | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Literal[False] | None = None
+
+
+class NamedSchema(Body):
+    """A JSON schema for the answer."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The format of answers. `schema` is llama.cpp's, which TGI and its clients call `value`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema_: Json | None = Field(None, validation_alias=AliasChoices("schema", "value"))
+
+
+class Constraints(Body):
+    """What an answer must match: one of these fields (see `constraints.of`).
+
+    structured_outputs is vLLM's, guided_json to guided_decoding_backend are those of vLLM before
+    0.12, regex and ebnf are SGLang's, json_schema is llama.cpp's and SGLang's.
+    """
+
+    response_format: ResponseFormat | None = None
+    json_schema: Schema = None
+    grammar: Text | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+    guided_whitespace_pattern: Text | None = None
+    guided_decoding_backend: Literal["auto", "guidance"] | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
+
+
+class OpenAI(Sampling, Hints, LlamaCpp, Constraints):
     """Common fields of chat completions and completions."""
 
     model: str | None = None
@@ -200,7 +277,6 @@ class OpenAI(Sampling, Hints, LlamaCpp):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
-    grammar: Text | None = None
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -285,23 +361,6 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class NamedSchema(Body):
-    """A JSON schema for the answer."""
-
-    name: str | None = None
-    description: str | None = None
-    schema_: Json | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """The format of answers. `schema` is llama.cpp's, which TGI and its clients call `value`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
-    schema_: Json | None = Field(None, validation_alias=AliasChoices("schema", "value"))
-
-
 class TemplateOptions(Body):
     """Variables of the chat template."""
 
@@ -328,8 +387,6 @@ class ChatRequest(OpenAI):
     reasoning_control: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
-    json_schema: Json | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -339,15 +396,3 @@ class ChatRequest(OpenAI):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
-
-
-class CompletionRequest(OpenAI):
-    """A body of /v1/completions."""
-
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(None, ge=0)
-    n_predict: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
-    best_of: int | None = Field(None, ge=1)
-    suffix: Literal[""] | None = None

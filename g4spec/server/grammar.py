@@ -295,11 +295,12 @@ def _reason(message: str) -> str:
 # ---- grammars of requests
 
 
-def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
+def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool, space: str = "") -> str:
     """Return the Lark rule `answer` for compact JSON that is valid against a schema.
 
     Args:
         strict: reject keywords that cannot be enforced; otherwise ignore them.
+        space: regular expression of the white space between tokens.
 
     Raises:
         InputError: the schema consists only of references that lead back to it.
@@ -311,7 +312,7 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
     converted = without_draft_4(schema, strict=strict, where="the answer")
     refuse_rounded(converted, "the answer")
     _refuse_endless(converted)
-    options = {**COMPACT, "lenient": not strict}
+    options = {**COMPACT, "lenient": not strict, "whitespace_pattern": space or None}
     return "answer: %json " + json.dumps({**converted, "x-guidance": options})
 
 

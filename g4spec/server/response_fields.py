@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from g4spec.server.fields import Body, Content, Effort, Hints, Json, Parsed, Sampling
+from g4spec.server.fields import (
+    Body,
+    Content,
+    Effort,
+    Hints,
+    Json,
+    Parsed,
+    Sampling,
+    StructuredOutputs,
+)
 from g4spec.server.message_fields import Caller
 from g4spec.server.request_errors import RequestError, check_query
 
@@ -208,12 +217,13 @@ class ResponsesRequest(InputRequest, Sampling, Hints):
     """A body of /v1/responses, with the sampling fields of the other endpoints.
 
     `client_metadata`, sent by Codex, is ignored. `timings_per_token` and `return_progress` are
-    llama.cpp's and apply to streams.
+    llama.cpp's and apply to streams, `structured_outputs` is vLLM's.
     """
 
     client_metadata: Json | None = None
     timings_per_token: bool | None = None
     return_progress: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -128,6 +128,13 @@ def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
     if request.text is not None and request.text.format is not None:
         value["response_format"] = _format(request.text.format)
     if isinstance(request, ResponsesRequest):
+        if request.structured_outputs is not None and "response_format" in value:
+            raise RequestError(
+                400,
+                "structured_outputs and text.format exclude each other; set only one",
+                param="structured_outputs",
+            )
+        value["structured_outputs"] = request.structured_outputs
         value |= {name: getattr(request, name) for name in Sampling.model_fields}
         value |= {"stream": request.stream, "return_progress": request.return_progress}
         value["max_tokens"] = request.max_output_tokens
