@@ -24,11 +24,11 @@ DEFAULT_TOKENS = 16
 
 
 class CompletionRequest(OpenAI):
-    """A body of /v1/completions."""
+    """A body of /v1/completions; max_tokens -1 fills the context, as in llama.cpp."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(None, ge=0)
-    n_predict: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=-1)
+    n_predict: int | None = Field(None, ge=-1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
@@ -53,6 +53,11 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
     n_predict = request.n_predict if request.max_tokens is None else request.max_tokens
     if n_predict is None:
         n_predict = service.settings.n_predict or DEFAULT_TOKENS
+    sent = prompts(request.prompt)
+    options.check_n_texts(service, n * len(sent), "prompt")
+    first, *others = [await prompt_ids(service, each) for each in sent]
+    if n_predict == -1:
+        n_predict = max(options.room(service, ids) for ids in (first, *others))
     engine_options = options.options(
         service,
         request,
@@ -63,15 +68,13 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
     engine_options = replace(
         engine_options, progress=bool(request.stream and request.return_progress)
     )
-    first, *others = prompts(request.prompt)
-    options.check_n_texts(service, n * (1 + len(others)), "prompt")
     return Job(
-        await prompt_ids(service, first),
+        first,
         engine_options,
         n,
         grammar.whole_text(None, answer=wanted.answer, user=wanted.user) if wanted else None,
         live=request.live,
-        others=tuple([await prompt_ids(service, each) for each in others]),
+        others=tuple(others),
     )
 
 

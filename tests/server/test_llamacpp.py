@@ -244,8 +244,21 @@ def test_the_default_of_new_tokens_applies_to_every_api(engines: Callable[..., E
             assert [usage[name] for name in names if name in usage] == [20], path
         answer = served.post("/v1/completions", prompt="x", max_tokens=3, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 3
+        answer = served.post("/v1/completions", prompt="x", max_tokens=-1, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 20
     finally:
         served.stop()
+
+
+def test_completions_may_have_no_limit(busy: Served) -> None:
+    """-1 is what llama.cpp's clients send; requests that say nothing get 16 tokens."""
+    body = {"prompt": ["x", "x y"], "regex": "[a-z]{60}"}
+    for name in ("max_tokens", "n_predict"):
+        answer = busy.post("/v1/completions", **body, **{name: -1})
+        assert [len(choice["text"]) for choice in answer["choices"]] == [60, 60]
+        assert answer["usage"]["completion_tokens"] > 32
+        error = busy.refused("/v1/completions", {**body, name: -2})
+        assert error["param"] == name and "-1" in error["message"]
 
 
 def test_defaults_of_chats_can_be_those_of_llama_cpp(engines: Callable[..., Engine]) -> None:
