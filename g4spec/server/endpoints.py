@@ -56,7 +56,7 @@ class Endpoints(StoredResponses):
 
     # ---- generation
 
-    @takes(fields.ChatRequest)
+    @takes(fields.ChatRequest, llamacpp.read)
     async def chat(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._generate(
@@ -68,7 +68,7 @@ class Endpoints(StoredResponses):
             interval=body.sse_ping_interval,
         )
 
-    @takes(completions.CompletionRequest)
+    @takes(completions.CompletionRequest, llamacpp.read)
     async def completions(self, request: Request, body: completions.CompletionRequest) -> Response:
         """Answer POST /v1/completions."""
         return await self._generate(
@@ -231,12 +231,12 @@ class Endpoints(StoredResponses):
                 await asyncio.to_thread(tokenization.detokenize, self._service, body)
             )
 
-    @takes(fields.ChatRequest)
+    @takes(fields.ChatRequest, llamacpp.read)
     async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /apply-template."""
         return JsonResponse(await tokenization.apply_template(self._service, body))
 
-    @takes(fields.ChatRequest)
+    @takes(fields.ChatRequest, llamacpp.read)
     async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens (llama.cpp's API)."""
         return JsonResponse(await tokenization.chat_tokens(self._service, body))

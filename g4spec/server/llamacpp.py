@@ -1,6 +1,6 @@
 """The endpoint /completion of llama.cpp's server.
 
-Unsupported samplers are rejected unless their value turns them off.
+Unsupported samplers are rejected, in OpenAI's endpoints too, unless their value turns them off.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+from collections.abc import Container
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from pydantic import AliasChoices, Field
 
 from g4spec.server import completions, fields, grammar, options, response_parts
-from g4spec.server.fields import Body, Json, LlamaCpp, Sampling
+from g4spec.server.fields import Body, Json, LlamaCpp, Model, Sampling
 from g4spec.server.generation import Token
 from g4spec.server.output_parser import TextEvent
 from g4spec.server.request_errors import RequestError
@@ -34,10 +35,12 @@ DISABLED_VALUES: dict[str, tuple[float, ...]] = {
     "t_max_predict_ms": (0, -1),
     "min_keep": (0, 1),
     "adaptive_target": (-1,),
+    "repeat_penalty": (1,),
 }
-"""Unsupported fields, with the values that turn them off."""
+"""Fields that a body without them may have, with the values that turn them off."""
 
 IGNORED_FIELDS = (
+    "repeat_last_n",
     "mirostat_tau",
     "mirostat_eta",
     "dynatemp_exponent",
@@ -87,11 +90,17 @@ class CompletionBody(Sampling, LlamaCpp):
     )
 
 
-def drop_disabled_samplers(value: Json) -> Json:
-    """Remove unsupported fields that are off; raise RequestError for one that is on."""
+def drop_disabled_samplers(value: Json, known: Container[str]) -> Json:
+    """Remove unsupported fields that are off; raise RequestError for one that is on.
+
+    Args:
+        known: fields that the body may have.
+    """
     out = {}
     for key, found in value.items():
-        if key in DISABLED_VALUES:
+        if key in known:
+            out[key] = found
+        elif key in DISABLED_VALUES:
             if found is not None and found not in DISABLED_VALUES[key]:
                 wanted = " or ".join(map(str, DISABLED_VALUES[key]))
                 raise RequestError(
@@ -102,9 +111,10 @@ def drop_disabled_samplers(value: Json) -> Json:
     return out
 
 
-def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
+def read(model: type[Model], body: bytes) -> Model:
     """Parse and validate a body like `fields.read`; accept unsupported samplers that are off."""
-    return fields.check(model, drop_disabled_samplers(fields.parse(body)))
+    known = model.model_fields
+    return fields.check(model, drop_disabled_samplers(fields.parse(body), known))
 
 
 async def build_job(service: Service, body: CompletionBody) -> Job:

@@ -96,6 +96,38 @@ def test_unsupported_samplers_are_refused(busy: Served, more: Any, message: str)
     assert message in busy.refused("/completion", {"prompt": "x", **more})["message"]
 
 
+OFF = {
+    "typical_p": 1.0,
+    "xtc_probability": 0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0,
+    "dry_sequence_breakers": ["x"],
+    "mirostat": 0,
+    "top_n_sigma": -1,
+    "dynatemp_range": 0,
+    "repeat_penalty": 1,
+    "repeat_last_n": 64,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
+def test_samplers_may_be_sent_if_they_are_off(busy: Served, path: str) -> None:
+    """Front ends of llama.cpp send all of its samplers to every path."""
+    hello = [{"role": "user", "content": "Hi"}]
+    body = {"messages": hello} if "chat" in path else {"prompt": "x"}
+    off = {**OFF, "repeat_last_n": -1} if path == "/completion" else OFF
+    sent = [busy.post(path, **body, max_tokens=4, seed=1, **more) for more in ({}, off)]
+    first, second = (each.get("choices", each.get("content")) for each in sent)
+    assert first == second
+    for name, on in (("typical_p", 0.9), ("mirostat", 2), ("top_n_sigma", 1.5)):
+        error = busy.refused(path, {**body, name: on})
+        assert error["param"] == name and "(off) is supported" in error["message"]
+    if "chat" in path:
+        assert busy.post("/apply-template", **body, **OFF)["prompt"]
+        error = busy.refused(path, {**body, "repeat_penalty": 1.1})
+        assert error["param"] == "repeat_penalty"
+
+
 def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:
     """`post_sampling_probs` are the probabilities used for sampling, with and without a draft."""
     body: dict[str, Any] = {
