@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import socket
 import ssl
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
@@ -120,6 +123,23 @@ class HttpProtocol(H11Protocol):
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+
+
+_ORIGIN = re.compile(b"https?://[^/]*", re.IGNORECASE)
+
+
+def origin_form(application: ASGIApp) -> ASGIApp:
+    """Return the application with only the path of a request whose target is a whole address, as
+    clients send it to a proxy (RFC 9112, 3.2.2)."""
+
+    async def converted(scope: Scope, receive: Receive, send: Send) -> None:
+        raw = scope.get("raw_path", b"")
+        if (origin := _ORIGIN.match(raw)) is not None:
+            raw = raw[origin.end() :] or b"/"
+            scope = {**scope, "raw_path": raw, "path": unquote(raw.decode("ascii"))}
+        await application(scope, receive, send)
+
+    return converted
 
 
 class Drainable(Protocol):
@@ -303,7 +323,7 @@ def create_server(
         ready: called once the server accepts requests.
     """
     config = uvicorn.Config(
-        application,
+        origin_form(application),
         log_config=None,
         access_log=False,
         ssl_certfile=address.certificate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import logging
 import socket
@@ -29,6 +30,19 @@ def served(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> I
     server = Served(engines(None, parallel=2))
     yield server
     server.stop()
+
+
+@pytest.mark.parametrize("begin", ["http://example.com", "HTTPS://[::1]:8080", ""])
+def test_proxies_may_send_whole_addresses(plain: Served, begin: str) -> None:
+    connection = http.client.HTTPConnection(*plain.listeners[0].getsockname()[:2], timeout=20)
+    statuses = []
+    for target in (f"{begin}/health?a=http://x", f"{begin}/v1/models/tiny", begin or "/"):
+        connection.request("GET", target)
+        response = connection.getresponse()
+        assert response.read()
+        statuses.append(response.status)
+    connection.close()
+    assert statuses == [200, 200, 200]
 
 
 def connect(served: Served) -> socket.socket:
