@@ -53,6 +53,7 @@ class Engine:
         n_ctx: context length of a request, in tokens.
         memory: the memory plan computed before loading.
         notes: remarks to show with every run.
+        described: see `target_file.described`.
         last_step: `time.monotonic()` when the last step ended, or when an idle engine got work.
         failed: the exception that ended the engine's thread, after which nothing runs.
     """
@@ -70,6 +71,7 @@ class Engine:
         self.backend: Backend = target.backend
         self.stop_ids = tokenizer.stop_ids
         self.notes: list[str] = []
+        self.described: dict[str, int | str] = {}
         target.taps = draft.taps if draft else ()
         self.lengths = DraftLengthPolicy(self.backend.padded)
         self.pool = Pool(target.space)
@@ -148,6 +150,7 @@ class Engine:
                     drafter = other.build(backend, loaded)
             engine = cls(loaded, drafter, tokenizer, plan, prefix_cache)
             engine.notes += ollama.notes(file) + other.notes
+            engine.described = target_file.described(file)
             return engine
 
     # ---- requests

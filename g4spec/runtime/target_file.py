@@ -3,6 +3,7 @@ length, and the memory plan of target and draft."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ollama, pairing
 from g4spec.models.spec import check_heads
+from g4spec.quant import file_types
 from g4spec.runtime import loading, memory, pending_rows
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.tokenizer import Tokenizer
@@ -24,6 +26,19 @@ def read_tokenizer(target: Path) -> Tokenizer:
     """Read only the tokenizer of a target, in the same way as `Engine.load`."""
     with GGUF(target) as file:
         return load_tokenizer(file, parse_config(file))
+
+
+def described(file: GGUF) -> dict[str, int | str]:
+    """Return what llama.cpp shows of a target: n_params, size in bytes, and ftype, the name of its
+    type. It guesses the type of a file without `general.file_type`, which has none here."""
+    tensors = ollama.text_tensors(file).values()
+    number = file.get("general.file_type")
+    name = file_types.NAMES.get(number) if type(number) is int else None
+    return {
+        "n_params": sum(math.prod(info.shape) for info in tensors),
+        "size": sum(info.nbytes for info in tensors),
+        **({} if name is None else {"ftype": name}),
+    }
 
 
 def check(target: Path, n_ctx: int | None = None, fix: str | None = None) -> None:

@@ -106,6 +106,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
         info: EngineInfo = self._load_result[0]
         self.config, self.n_ctx, self.n_slots = info.config, info.n_ctx, info.n_slots
         self.draft_name, self.notes = info.draft_name, info.notes
+        self.described = info.described
         self.title, self.on_cpu = info.title, info.on_cpu
         self.stop_ids = self.tokenizer.stop_ids
         self.hang_limit = (0 if self.on_cpu else 300) if hang_limit is None else hang_limit

@@ -47,6 +47,7 @@ class EngineInfo:
     n_slots: int
     draft_name: str | None
     notes: list[str]
+    described: dict[str, int | str]
     title: str
     on_cpu: bool
 
@@ -59,6 +60,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         engine.n_slots,
         engine.draft_name,
         engine.notes,
+        engine.described,
         engine.backend.title,
         engine.on_cpu,
     )

@@ -16,6 +16,7 @@ from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.gguf.parts import first_parts
+from g4spec.runtime import target_file
 from g4spec.server import server_info
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
@@ -38,7 +39,7 @@ class Model:
         target: GGUF of the target.
         drafts: drafts that fit, best first; those that fail validation are removed, those that
             cannot be read are kept.
-        header: sizes of the target that its file names, for `meta` of /v1/models.
+        header: what the target's file says of it, for `meta` of /v1/models.
         created: modification time of the target when the folder was scanned.
         draft: the draft it was loaded with, or None.
         status: "unloaded", "loading" or "loaded".
@@ -60,7 +61,7 @@ class Model:
     target: Path
     drafts: list[Path] = field(default_factory=list)
     created: int = 0
-    header: dict[str, int] = field(default_factory=dict)
+    header: dict[str, int | str] = field(default_factory=dict)
     draft: Path | None = None
     status: str = "unloaded"
     read: tuple[int, int] | None = None
@@ -128,14 +129,7 @@ class Model:
             "meta": {"vocab_type": server_info.VOCAB_TYPE, **self.header},
         }
         if self.service is not None:
-            engine = self.service.engine
-            out["meta"] = {
-                "vocab_type": server_info.VOCAB_TYPE,
-                "n_ctx": engine.n_ctx,
-                "n_ctx_train": engine.config.n_ctx,
-                "n_vocab": engine.config.n_vocab,
-                "n_embd": engine.config.n_embd,
-            }
+            out["meta"] = server_info.meta(self.service.engine)
         return out
 
 
@@ -174,7 +168,7 @@ def find_models(
     """
     if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
-    targets: dict[Path, dict[str, int]] = {}
+    targets: dict[Path, dict[str, int | str]] = {}
     drafts, left_out = [], list[G4Error]()
     for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
         try:
@@ -184,7 +178,8 @@ def find_models(
                 if kind is not None:
                     models.refuse_other_files(path, file.kv)
                 if arch in models.TARGETS:
-                    targets[path] = _header(file, str(arch))
+                    sizes = _header(file, str(arch))
+                    targets[path] = {**sizes, **target_file.described(file)}
                 elif kind is not None:
                     drafts.append(path)
         except G4Error as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.server import response_parts
+from g4spec.server.engine_client import EngineLike
 from g4spec.server.service import Service
 
 ARCHITECTURE = {"input_modalities": ["text"], "output_modalities": ["text"]}
@@ -24,9 +25,20 @@ def models(service: Service) -> dict[str, Any]:
     return {"models": [entry], "object": "list", "data": [model(service)]}
 
 
+def meta(engine: EngineLike) -> dict[str, Any]:
+    """Return `meta` of a loaded model in /v1/models."""
+    return {
+        "vocab_type": VOCAB_TYPE,
+        "n_ctx": engine.n_ctx,
+        "n_ctx_train": engine.config.n_ctx,
+        "n_vocab": engine.config.n_vocab,
+        "n_embd": engine.config.n_embd,
+        **engine.described,
+    }
+
+
 def model(service: Service) -> dict[str, Any]:
     """Return the entry of /v1/models."""
-    config = service.engine.config
     return {
         "id": service.settings.model,
         "object": "model",
@@ -34,19 +46,14 @@ def model(service: Service) -> dict[str, Any]:
         "owned_by": "g4spec",
         "tags": list(service.settings.tags),
         "aliases": [service.settings.model, *service.settings.aliases],
-        "meta": {
-            "vocab_type": VOCAB_TYPE,
-            "n_ctx": service.engine.n_ctx,
-            "n_ctx_train": config.n_ctx,
-            "n_vocab": config.n_vocab,
-            "n_embd": config.n_embd,
-        },
+        "meta": meta(service.engine),
     }
 
 
 def props(service: Service, disabled: Container[str]) -> dict[str, Any]:
     """Return the response of /props; `disabled`: paths that the server does not answer."""
     tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
+    ftype = engine.described.get("ftype")
     return {
         "default_generation_settings": {
             "n_ctx": engine.n_ctx,
@@ -61,6 +68,7 @@ def props(service: Service, disabled: Container[str]) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": service.settings.model,
+        **({} if ftype is None else {"model_ftype": ftype}),
         "model_path": Path(tokenizer.source).name,  # not the path on this machine
         "modalities": {"vision": False, "video": False, "audio": False},
         "endpoint_slots": "/slots" not in disabled,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,7 +344,10 @@ def test_the_server_describes_itself(busy: Served) -> None:
     for name, enabled in (("slots", True), ("metrics", True), ("props", False)):
         assert props[f"endpoint_{name}"] is enabled
     listed = busy.http.get("/v1/models").json()
-    assert listed["data"][0]["meta"]["vocab_type"] == 2
+    meta = listed["data"][0]["meta"]
+    assert meta["vocab_type"] == 2 and meta["ftype"] == props["model_ftype"] == "Q8_0"
+    header = Path(busy.engine.tokenizer.source).stat().st_size - meta["size"]
+    assert 0 < header < 1 << 20 and 1 < meta["size"] / meta["n_params"] < 1.2
     assert listed["models"][0]["capabilities"] == ["completion"]
     while not busy.idle():  # requests of an earlier test may take two steps to end
         time.sleep(0.01)

@@ -144,7 +144,7 @@ def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain:
     assert room.opened == ["first", "second"]
     data = http.get("/v1/models/second").json()
     assert data["draft"] == "dflash.gguf" and data["meta"]["n_ctx"] == 512
-    assert data["meta"] == {"n_ctx": 512, **before["meta"]} and len(before["meta"]) == 4
+    assert data["meta"] == {"n_ctx": 512, **before["meta"]} and before["meta"]["n_params"] > 0
     assert http.get("/props?model=first").json()["model_alias"] == "first"
     assert "vllm:" in http.get("/metrics?model=second").text
     for method, path, body in (
