@@ -306,7 +306,9 @@ class Endpoints(StoredResponses):
         """Answer GET /props."""
         self._check_model(request)
         disabled = request.scope["state"].get("disabled", ())
-        return JsonResponse(server_info.props(self._service, disabled))
+        caps = await self._service.prompter.capabilities()
+        found = server_info.props(self._service, disabled)
+        return JsonResponse({**found, "chat_template_caps": caps})
 
     @described(fail_on_no_slot="answer 503 if no slot is free", model=MODEL)
     async def slots(self, request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,13 @@ from g4spec.server.field_errors import spelled_path
 from g4spec.server.fields import Part
 from g4spec.server.output_parser import Marks
 from g4spec.server.request_errors import RequestError
-from g4spec.server.templates import Renderer, TemplateFeatures, features
+from g4spec.server.templates import (
+    Renderer,
+    TemplateFeatures,
+    TemplateKilled,
+    capabilities,
+    features,
+)
 
 Message = Mapping[str, Any]
 
@@ -54,6 +61,7 @@ class Prompter:
         self._mark_texts = tokenizer.marks
         self._renderer: Renderer | None = None
         self._features: TemplateFeatures | None = None
+        self._capabilities: dict[str, bool] | None = None
         if tokenizer.template:
             bos, eos = (
                 tokenizer.piece(i, special=True).decode(errors="replace")
@@ -71,6 +79,17 @@ class Prompter:
         if self._features is None:
             self._features = await features(self._template())
         return self._features
+
+    async def capabilities(self) -> dict[str, bool]:
+        """Return the capabilities of the template, none without a template that ends; probe them on
+        the first call."""
+        if self._capabilities is None:
+            found: dict[str, bool] = {}
+            if self._renderer is not None:
+                with suppress(TemplateKilled):
+                    found = await capabilities(self._renderer)
+            self._capabilities = found
+        return self._capabilities
 
     def _template(self) -> Renderer:
         if self._renderer is None:

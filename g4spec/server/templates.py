@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -155,6 +156,45 @@ class TemplateFeatures:
     text_last: bool = False
 
 
+async def _attempt(
+    renderer: Renderer, messages: Sequence[Mapping[str, Any]], **variables: Any
+) -> str:
+    """Render a conversation; return an empty text if the template rejects it."""
+    try:
+        return await renderer.render(messages, **variables)
+    except TemplateKilled:
+        raise
+    except InputError:
+        return ""
+
+
+async def capabilities(renderer: Renderer) -> dict[str, bool]:
+    """Probe what llama.cpp's `chat_template_caps` say of a template, without those that only a look
+    into it shows: whether it keeps reasoning, or knows its levels."""
+    user = {"role": "user", "content": "g4spec_user"}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "g4spec_part"}]}]
+    names = ("g4spec_a", "g4spec_b")
+    functions = [{"name": n, "description": "x", "parameters": {"type": "object"}} for n in names]
+    tools = [{"type": "function", "function": function} for function in functions]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": name, "arguments": {}}}
+        for name in names
+    ]
+    calling = {"role": "assistant", "content": "", "tool_calls": calls}
+    declared = await _attempt(renderer, [user], tools=tools)
+    called = await _attempt(renderer, [user, calling])
+    typed = await _attempt(renderer, parts)
+    system = await _attempt(renderer, [{"role": "system", "content": "g4spec_system"}, user])
+    return {
+        "supports_string_content": "g4spec_user" in await _attempt(renderer, [user]),
+        "supports_typed_content": "g4spec_part" in typed and "[{" not in typed,
+        "supports_tools": names[0] in declared,
+        "supports_tool_calls": names[0] in called,
+        "supports_parallel_tool_calls": all(name in called for name in names),
+        "supports_system_role": "g4spec_system" in system,
+    }
+
+
 async def features(renderer: Renderer) -> TemplateFeatures:
     """Probe the features of a template by rendering test conversations."""
     name = "g4spec_probe"
@@ -166,14 +206,7 @@ async def features(renderer: Renderer) -> TemplateFeatures:
     result = {"role": "tool", "tool_call_id": "1", "content": "g4spec_result"}
     embedded = {**calling, "tool_responses": [{"name": name, "response": "g4spec_result"}]}
 
-    async def attempt(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        try:
-            return await renderer.render(messages, **variables)
-        except TemplateKilled:
-            raise
-        except InputError:
-            return ""
-
+    attempt = partial(_attempt, renderer)
     plain = await attempt([user])
     thinking = await attempt([user], enable_thinking=True)
     declared = await attempt([user], tools=tools)

@@ -344,6 +344,7 @@ def test_the_server_describes_itself(busy: Served) -> None:
     for name, enabled in (("slots", True), ("metrics", True), ("props", False)):
         assert props[f"endpoint_{name}"] is enabled
     listed = busy.http.get("/v1/models").json()
+    assert props["chat_template_caps"]["supports_tools"] is True
     meta = listed["data"][0]["meta"]
     assert meta["vocab_type"] == 2 and meta["ftype"] == props["model_ftype"] == "Q8_0"
     header = Path(busy.engine.tokenizer.source).stat().st_size - meta["size"]

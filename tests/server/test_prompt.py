@@ -87,6 +87,17 @@ def test_template_features_are_detected(tokenizer: Tokenizer) -> None:
     assert able("{{ raise_exception('no') }}") == TemplateFeatures(False, False, None)
 
 
+def test_what_clients_of_llama_cpp_read_about_a_template(tokenizer: Tokenizer) -> None:
+    def able(template: str | None) -> str:
+        found = run(tokenizer, template, lambda p: p.capabilities())
+        return " ".join(name.removeprefix("supports_") for name, yes in found.items() if yes)
+
+    assert able(TEMPLATE) == ("string_content tools tool_calls parallel_tool_calls system_role")
+    assert able("{{ messages[0].content }}") == "string_content system_role"
+    assert able("{{ messages[-1].content[0].text }}") == "typed_content"
+    assert able("{{ raise_exception('no') }}") == able(None) == ""
+
+
 def test_tool_results_are_passed_as_the_template_expects(tokenizer: Tokenizer) -> None:
     prompt: Prompt = run(tokenizer, FIRST, lambda p: p.chat(CALLED, [TOOL]))
     assert prompt.text == (
