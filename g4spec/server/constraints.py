@@ -1,4 +1,4 @@
-"""What an answer must match, by any of the names that OpenAI, llama.cpp, vLLM and SGLang have."""
+"""Constraints on answers, under the names of OpenAI, llama.cpp, vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OUTPUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What an answer must match.
+    """Constraint on an answer.
 
     Attributes:
         field: path of the field that says it; empty: there is none.

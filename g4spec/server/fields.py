@@ -215,7 +215,7 @@ Choices = Annotated[list[Text], Field(min_length=1)]
 
 
 class StructuredOutputs(Body):
-    """What an answer must match, as vLLM names it: one of the first five fields.
+    """Constraint on an answer as vLLM names it: one of the first five fields.
 
     JSON is compact without whitespace_pattern, so disable_any_whitespace has no effect.
     """
@@ -249,7 +249,7 @@ class ResponseFormat(Body):
 
 
 class Constraints(Body):
-    """What an answer must match: one of these fields (see `constraints.of`).
+    """Constraint on an answer: one of these fields (see `constraints.of`).
 
     structured_outputs is vLLM's, guided_json to guided_decoding_backend are those of vLLM before
     0.12, regex and ebnf are SGLang's, json_schema is llama.cpp's and SGLang's.

@@ -511,7 +511,7 @@ def test_what_the_base_class_saves_is_a_target(name: str, family: Path, tmp_path
 
 
 def test_a_value_head_of_training_is_left_out(family: Path, tmp_path: Path) -> None:
-    """As PPO of TRL saves it beside the model."""
+    """Leave it out as PPO of TRL saves it, beside the model."""
     folder = copy(family, "target", tmp_path)
     head = {"v_head.summary.weight": np.ones((1, 64)), "v_head.summary.bias": np.ones(1)}
     retensor(folder, lambda t: t.update({n: (x, "F32") for n, x in head.items()}))

@@ -16,7 +16,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 class Process:
-    """What `EngineClient` uses of a `subprocess.Popen`."""
+    """Stand in for a `subprocess.Popen`."""
 
     def __init__(self, process: Any) -> None:
         self._process, self.pid = process, process.pid

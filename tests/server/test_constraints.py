@@ -1,4 +1,4 @@
-"""What an answer must match, under the names of OpenAI, llama.cpp, vLLM and SGLang."""
+"""Constraints on answers, under the names of OpenAI, llama.cpp, vLLM and SGLang."""
 
 from __future__ import annotations
 
