@@ -41,10 +41,10 @@ static int now(int call) {
   return call == wanted && (n == at || (every && n > at));
 }
 
-#define REAL(name, type) static type (*real)(); if (!real) real = (type (*)())dlsym(RTLD_NEXT, name)
+#define REAL(name) static __typeof__(&name) real; if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
 
 ssize_t write(int fd, const void* data, size_t size) {
-  REAL("write", ssize_t);
+  REAL(write);
   if (ours_open(fd) && now(WRITE)) {
     if (error_wanted) return errno = error_wanted, -1;
     if (size > 1) size /= 2;
@@ -53,19 +53,19 @@ ssize_t write(int fd, const void* data, size_t size) {
 }
 
 int fsync(int fd) {
-  REAL("fsync", int);
+  REAL(fsync);
   if (ours_open(fd) && now(FSYNC)) return errno = error_wanted ? error_wanted : EIO, -1;
   return real(fd);
 }
 
 int rename(const char* from, const char* to) {
-  REAL("rename", int);
+  REAL(rename);
   if (ours(to) && now(RENAME)) return errno = error_wanted ? error_wanted : EIO, -1;
   return real(from, to);
 }
 
 int open64(const char* path, int flags, ...) {
-  REAL("open64", int);
+  REAL(open64);
   va_list more;
   va_start(more, flags);
   const int mode = va_arg(more, int);
@@ -76,7 +76,7 @@ int open64(const char* path, int flags, ...) {
 }
 
 int chmod(const char* path, mode_t mode) {
-  REAL("chmod", int);
+  REAL(chmod);
   if (ours(path) && now(CHMOD)) return errno = error_wanted ? error_wanted : EIO, -1;
   return real(path, mode);
 }

@@ -169,6 +169,9 @@ class LateWakeLock:
             time.sleep(0.02)
         return True
 
+    def locked(self) -> bool:  # exported by conditions since Python 3.14
+        return self._is_owned()
+
     def _acquire_restore(self, state: Any) -> None:
         self._lock._acquire_restore(state)  # type: ignore[attr-defined]
 
