@@ -116,6 +116,7 @@ __global__ __launch_bounds__(PLAIN_THREADS, 4) void attend_plain(
         if (d >= D) break;
 #pragma unroll
         for (int r = 0; r < PLAIN_ROWS; ++r) out[r][j] *= s.rescale[r];
+#pragma unroll 4  // NVRTC 13.2 would unroll all keys, and spill registers
         for (int key = 0; key < KEYS; ++key) {
           const float x = v.at<D, Q8>(at + key, d);
 #pragma unroll
