@@ -36,7 +36,7 @@ def pins(python: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13", "3.14"])
 def test_every_pin_exists(python: str) -> None:
     found = pins(python)
     assert {"torch", "transformers", "cuda-core", "cuda-bindings"} <= set(found)
