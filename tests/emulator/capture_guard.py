@@ -1,5 +1,6 @@
 """Errors for operations that fail while a CUDA graph is captured: those that read values of GPU
-tensors on the host, and copies of host memory to the GPU."""
+tensors on the host, and copies of host memory to the GPU; and for packing of weights, which must be
+done before."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from g4spec.runtime.cuda.weights import matrix
 
 REFUSED = {
     "_local_scalar_dense": "a number is read back (item, int, float, bool)",
@@ -45,15 +48,17 @@ class _Mode(TorchDispatchMode):
 def capturing() -> Iterator[None]:
     """Raise NotCapturable for operations that a stream capture would refuse."""
 
-    def refuse(name: str) -> Any:
-        def call(x: torch.Tensor, *args: Any, **more: Any) -> Any:
-            raise NotCapturable(f"{name}: values are read back")
+    def refuse(name: str, why: str = "values are read back") -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            raise NotCapturable(f"{name}: {why}")
 
         return call
 
     with pytest.MonkeyPatch.context() as patch, _Mode():
         for name in READS:
             patch.setattr(torch.Tensor, name, refuse(name))
+        refused = refuse("_pack", "weights are packed, which a capture does not run")
+        patch.setattr(matrix, "_pack", refused)
         _active.append(True)
         try:
             yield

@@ -216,9 +216,8 @@ def _processors_of(device: int) -> int:
 
 
 def warm(units: Iterable[Unit], device: int | None = None) -> None:
-    """Compile every instance of these units, in parallel, and load it."""
+    """Compile every instance of these units, in parallel, and load it, also during a capture."""
     index = torch.cuda.current_device() if device is None else device
-    assert not torch.cuda.is_current_stream_capturing(), "kernels are loaded before a capture"
     names = dict.fromkeys((unit.file, name) for unit in units for name in unit.names)
     target = arch(index)
     target = target if target == own_arch(index) else nvrtc.virtual(target)
@@ -229,13 +228,29 @@ def warm(units: Iterable[Unit], device: int | None = None) -> None:
 
 def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
     core = _core()
-    with torch.cuda.device(index):
+    with torch.cuda.device(index), _loading_allowed():
         core.Device(index).set_current()
         ptx = job.arch.startswith("compute")
         load = core.ObjectCode.from_ptx if ptx else core.ObjectCode.from_cubin
         handle = load(cubin.code, name=job.file).get_kernel(cubin.symbol)
         used = _driver_resources(handle, index) if ptx else cubin.resources
         return Kernel(signature(job.file, job.name), index, handle, used)
+
+
+@contextmanager
+def _loading_allowed() -> Iterator[None]:
+    """Let this thread load code while it captures a graph."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    from cuda.bindings import driver
+
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
 
 
 def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:

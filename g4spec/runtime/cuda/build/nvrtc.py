@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,10 @@ def kernel_files() -> dict[str, Path]:
     return {path.name: path for path in sorted(CUDA.glob("*/*.cu"))}
 
 
-def closure(file: str) -> dict[str, str]:
-    """Return all sources of a kernel file, name -> text: the file first, then every header.
+@functools.cache
+def closure(file: str) -> Mapping[str, str]:
+    """Return all sources of a kernel file, name -> text: the file first, then every header. They
+    are read once in a process.
 
     Raises:
         KernelCompileError: an include, even in a disabled `#if`, is not in exactly one folder.
@@ -256,7 +258,7 @@ def check_arch(arch: str) -> None:
         )
 
 
-def key(sources: dict[str, str], name: str, arch: str) -> str:
+def key(sources: Mapping[str, str], name: str, arch: str) -> str:
     """Return the cache key of a compilation: a hash of sources, options, name expression and NVRTC
     build."""
     parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
@@ -267,7 +269,7 @@ def key(sources: dict[str, str], name: str, arch: str) -> str:
     return digest.hexdigest()
 
 
-def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
+def compile(sources: Mapping[str, str], name: str, arch: str) -> Cubin:
     """Compile one instance of a kernel file. NVRTC does not run calls of one process in parallel.
 
     Args:
@@ -282,7 +284,7 @@ def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
     return compile_together(sources, [name], arch)[0]
 
 
-def compile_together(sources: dict[str, str], names: Sequence[str], arch: str) -> list[Cubin]:
+def compile_together(sources: Mapping[str, str], names: Sequence[str], arch: str) -> list[Cubin]:
     """Compile several instances of a kernel file as one program: the headers are parsed once, and
     the machine code is that of `compile`. The cubins, in the order of the names, have the log and
     the code in common. Otherwise like `compile`."""

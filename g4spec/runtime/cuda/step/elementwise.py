@@ -33,10 +33,21 @@ MAX_REACHES = 4
 """Maximum number of ranges of one launch of `spans`."""
 
 
+MAX_ROWS = 1 << 16
+"""Maximum number of rows of packed results."""
+
+
 @functools.cache
+def gated_scales(device: torch.device) -> torch.Tensor:
+    """Return `GATED_SCALE` for each of MAX_ROWS rows. Must not be called first during a capture,
+    which would not write them."""
+    return torch.full((MAX_ROWS,), GATED_SCALE, dtype=torch.float32, device=device)
+
+
 def gated_scale(device: torch.device, groups: int = 1) -> torch.Tensor:
     """Return `GATED_SCALE` for each row of groups of 16."""
-    return torch.full((GROUP_ROWS * groups,), GATED_SCALE, dtype=torch.float32, device=device)
+    assert groups <= MAX_ROWS // GROUP_ROWS, groups
+    return gated_scales(device)[: GROUP_ROWS * groups]
 
 
 def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> PackedRows:

@@ -272,22 +272,26 @@ class GraphRunner:
     def _recorded(
         self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
     ) -> graphs.Recording:
-        """Return a part as a graph, recorded at first use. Before that it runs once without a
-        graph, from the state that the first replay will find, to compile its kernels. The first of
-        a kind runs twice: its first run packs weights, and a weight that was read before it was
-        packed is read by another kernel from the second run on. A step runs before the first
-        proposal and packs what both read."""
+        """Return a part as a graph, recorded at first use."""
         if shape not in self._graphs:
-            kept = [self._state.values, *(self._draft.state if self._draft else ())]
-            before = [x.clone() for x in kept]
-            step = () if self._graphs else (replace(shape, part="plain", rows=1),)
-            packed = any(other.part == shape.part for other in self._graphs)
-            for once in (*step, shape) if packed else (*step, shape, shape):
-                (run if once is shape else self._step)(once)
-                for x, old in zip(kept, before, strict=True):
-                    x.copy_(old)
+            if all(other.part != shape.part for other in self._graphs):
+                self._run_before(shape, run)
             self._graphs[shape] = graphs.record(lambda: run(shape), self._pool)
         return self._graphs[shape]
+
+    def _run_before(
+        self, shape: GraphKey, run: Callable[[GraphKey], tuple[torch.Tensor, ...]]
+    ) -> None:
+        """Run a part without a graph, from the state that the first replay will find. The first run
+        packs weights, and a weight that was read before it was packed is read by another kernel
+        from the second run on. A step runs before the first proposal and packs what both read."""
+        kept = [self._state.values, *(self._draft.state if self._draft else ())]
+        before = [x.clone() for x in kept]
+        step = () if self._graphs else (replace(shape, part="plain", rows=1),)
+        for once in (*step, shape, shape):
+            (run if once is shape else self._step)(once)
+            for x, old in zip(kept, before, strict=True):
+                x.copy_(old)
 
     def _proposal(self, shape: GraphKey) -> tuple[()]:
         """Compute the first half of a cycle: the input tokens of the step."""

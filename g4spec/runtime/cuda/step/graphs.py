@@ -38,7 +38,8 @@ class Capture:
     """The kernel launches of `run` as one CUDA graph. Recording does not run them.
 
     Args:
-        run: function that has run at least once before.
+        run: what has nothing to prepare: no weights to pack, no constants to write. Kernels are
+            compiled and loaded as they come.
         pool: memory that the graph shares with others, or None: its own.
         overlap: let kernels begin before the one before them has ended (`launch.Kernel`).
 
@@ -86,8 +87,8 @@ Recording = Capture | OpByOp
 def record(
     run: Callable[[], tuple[torch.Tensor, ...]], pool: Pool | None, overlap: bool = True
 ) -> Recording:
-    """Return `run` as a graph (see `Capture`), or op by op if there is no memory for one. Op by op
-    it needs no more than the runs before a recording have used."""
+    """Return `run` as a graph (see `Capture`), or op by op if there is no memory for one: graphs
+    keep what they have used."""
     try:
         return Capture(run, pool, overlap)
     except torch.OutOfMemoryError:

@@ -267,6 +267,8 @@ def _interleaved(raws: list[torch.Tensor], matrices: int) -> torch.Tensor:
 def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
     """Pack file bytes [matrices * rows, bytes] of matrices like `like`; each matrix has groups of
     its own."""
+    captured = raw.is_cuda and torch.cuda.is_current_stream_capturing()
+    assert not captured, "weights are packed before a capture, which would not run"
     if not like.grouped:
         return raw
     type = like.type
