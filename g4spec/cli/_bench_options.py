@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from g4spec.cli import _options
 from g4spec.cli._output_files import prepare
 from g4spec.errors import UsageError
 
@@ -16,16 +17,10 @@ if TYPE_CHECKING:
 
 MT_BENCH = "mt-bench"
 
-Model = Annotated[
-    Path | None, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")
-]
 Lengths = Annotated[
     str | None,
-    typer.Option(
-        "--draft-max",
-        "--spec-draft-n-max",
-        metavar="sweep|auto|N|N,N,...",
-        help="Draft lengths to measure. Default: sweep.",
+    _options.draft_max_option(
+        "Draft lengths to measure. Default: sweep.", metavar="sweep|auto|N|N,N,..."
     ),
 ]
 Number = Annotated[

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Model = Annotated[
-    Path | None,
-    typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one."),
-]
 Url = Annotated[
     str | None,
     typer.Option("--url", help="Chat with the server at this address instead of loading a model."),
@@ -34,22 +29,6 @@ Temperature = Annotated[
         "--temp",
         help="Temperature; 0 is greedy. Default of this, --top-k, --top-p and --min-p: the model "
         "file's recommendation.",
-    ),
-]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", help="Keep only the K likeliest tokens; 0 keeps all.")
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p", help="Keep the likeliest tokens up to this total probability; 1 keeps all."
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        help="Keep tokens with at least this fraction of the top probability; 0 keeps all.",
     ),
 ]
 Seed = Annotated[

@@ -1,9 +1,11 @@
-"""Options that several commands share, spelled as in llama.cpp."""
+"""Options that several commands share, spelled as in llama.cpp.
+
+Those whose type differs between commands, `T`, take it: `Model[Path]`, `Model[Path | None]`.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -12,8 +14,9 @@ from g4spec.core import MAX_DRAFT
 from g4spec.errors import UsageError
 from g4spec.runtime.cuda.cache.cache_types import KINDS
 
+T = TypeVar("T")
 Model = Annotated[
-    Path, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")
+    T, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")
 ]
 DraftModel = Annotated[
     str | None,
@@ -34,6 +37,10 @@ ContextSize = Annotated[
         "at most 8192.",
     ),
 ]
+ChunkSize = Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens per chunk.")]
+Chunks = Annotated[
+    int | None, typer.Option("--chunks", help="Maximum number of chunks to read. Default: all.")
+]
 NPredict = Annotated[
     int,
     typer.Option(
@@ -42,18 +49,15 @@ NPredict = Annotated[
 ]
 
 
-def draft_max_option(limit: str) -> Any:
-    """Return the option `--draft-max`. `limit`: what it sets, as the help begins."""
-    return typer.Option(
-        "--draft-max",
-        "--spec-draft-n-max",
-        metavar="N|auto",
-        help=f"{limit}, 0 to {MAX_DRAFT}; `auto` chooses it at each step from measured costs and "
-        "acceptance.",
-    )
+def draft_max_option(help: str, metavar: str = "N|auto") -> Any:
+    """Return the option `--draft-max`, whose meaning depends on the command."""
+    return typer.Option("--draft-max", "--spec-draft-n-max", metavar=metavar, help=help)
 
 
-DraftMax = Annotated[str, draft_max_option("Maximum draft length")]
+DRAFT_RANGE = (
+    f"0 to {MAX_DRAFT}; `auto` chooses it at each step from measured costs and acceptance."
+)
+DraftMax = Annotated[str, draft_max_option(f"Maximum draft length, {DRAFT_RANGE}")]
 DraftWindow = Annotated[
     int | None,
     typer.Option(
@@ -90,17 +94,15 @@ CacheType = Annotated[
 ]
 Threads = _threads.Threads
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
-TopK = Annotated[
-    int, typer.Option("--top-k", help="Keep only the K likeliest tokens; 0 keeps all.")
-]
+TopK = Annotated[T, typer.Option("--top-k", help="Keep only the K likeliest tokens; 0 keeps all.")]
 TopP = Annotated[
-    float,
+    T,
     typer.Option(
         "--top-p", help="Keep the likeliest tokens up to this total probability; 1 keeps all."
     ),
 ]
 MinP = Annotated[
-    float,
+    T,
     typer.Option(
         "--min-p",
         help="Keep tokens with at least this fraction of the top probability; 0 keeps all.",

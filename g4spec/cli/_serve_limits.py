@@ -20,7 +20,10 @@ PrefixCache = Annotated[
     ),
 ]
 DraftMax = Annotated[
-    str, _options.draft_max_option("Maximum draft length of requests that set none")
+    str,
+    _options.draft_max_option(
+        f"Maximum draft length of requests that set none, {_options.DRAFT_RANGE}"
+    ),
 ]
 
 

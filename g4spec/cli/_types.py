@@ -44,6 +44,10 @@ TensorTypes = Annotated[
         "May be repeated; the first match counts.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Show what would happen to each tensor; write nothing."),
+]
 SplitMaxSize = Annotated[
     str | None,
     typer.Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import typer
 
@@ -31,7 +32,7 @@ app = typer.Typer(rich_markup_mode=None)
 @app.callback(invoke_without_command=True)
 def measure(
     context: typer.Context,
-    model: _bench_options.Model = None,
+    model: _options.Model[Path | None] = None,
     draft: _options.DraftModel = None,
     ctx_size: _options.ContextSize = None,
     draft_max: _bench_options.Lengths = None,
@@ -52,9 +53,9 @@ def measure(
     preset: _bench_options.Preset = None,
     dataset: _bench_options.Dataset = None,
     temp: _options.Temperature = 0.0,
-    top_k: _options.TopK = 0,
-    top_p: _options.TopP = 1.0,
-    min_p: _options.MinP = 0.0,
+    top_k: _options.TopK[int] = 0,
+    top_p: _options.TopP[float] = 1.0,
+    min_p: _options.MinP[float] = 0.0,
     seed: _options.Seed = 0,
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,

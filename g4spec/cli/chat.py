@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    model: _chat_options.Model = None,
+    model: _options.Model[Path | None] = None,
     draft: _options.DraftModel = None,
     url: _chat_options.Url = None,
     api_key: _chat_options.ApiKey = None,
@@ -32,9 +33,9 @@ def command(
     show_draft: _options.ShowDraft = False,
     n_predict: _chat_options.NPredict = None,
     temp: _chat_options.Temperature = None,
-    top_k: _chat_options.TopK = None,
-    top_p: _chat_options.TopP = None,
-    min_p: _chat_options.MinP = None,
+    top_k: _options.TopK[int | None] = None,
+    top_p: _options.TopP[float | None] = None,
+    min_p: _options.MinP[float | None] = None,
     seed: _chat_options.Seed = None,
     draft_max: _options.DraftMax = "auto",
     ctx_size: _options.ContextSize = None,

@@ -25,10 +25,7 @@ def command(
     type: _types.Type = "q8_0",
     tensor_type: _types.TensorTypes = None,
     split_max_size: _types.SplitMaxSize = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show what would happen to each tensor; write nothing."),
-    ] = False,
+    dry_run: _types.DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4spec.cli import (
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: _options.Model,
+    model: _options.Model[Path],
     draft: _options.DraftModel = None,
     prompt: _prompt_options.Prompt = None,
     file: _prompt_options.File = None,
@@ -39,9 +40,9 @@ def command(
     ctx_size: _options.ContextSize = None,
     n_predict: _options.NPredict = 256,
     temp: _options.Temperature = 0.0,
-    top_k: _options.TopK = 0,
-    top_p: _options.TopP = 1.0,
-    min_p: _options.MinP = 0.0,
+    top_k: _options.TopK[int] = 0,
+    top_p: _options.TopP[float] = 1.0,
+    min_p: _options.MinP[float] = 0.0,
     seed: _options.Seed = 0,
     logit_bias: _logit_options.LogitBias = None,
     repeat_penalty: _logit_options.RepeatPenalty = 1.0,

@@ -12,15 +12,13 @@ from g4spec.cli.render import Json, Output, Quiet
 
 
 def command(
-    model: _options.Model,
+    model: _options.Model[Path],
     file: Annotated[
         Path, typer.Argument(help="Text file similar to what the model is used for; - is stdin.")
     ],
     out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("imatrix.gguf"),
-    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens per chunk.")] = 512,
-    chunks: Annotated[
-        int | None, typer.Option("--chunks", help="Maximum number of chunks to read. Default: all.")
-    ] = None,
+    ctx_size: _options.ChunkSize = 512,
+    chunks: _options.Chunks = None,
     threads: _options.Threads = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: _options.Model,
+    model: _options.Model[Path],
     file: Annotated[Path, typer.Argument(help="Text file; - is stdin.")],
     against: Annotated[
         Path | None,
@@ -25,10 +25,8 @@ def command(
             "it. Both models are in memory at once.",
         ),
     ] = None,
-    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens per chunk.")] = 512,
-    chunks: Annotated[
-        int | None, typer.Option("--chunks", help="Maximum number of chunks to read. Default: all.")
-    ] = None,
+    ctx_size: _options.ChunkSize = 512,
+    chunks: _options.Chunks = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     threads: _options.Threads = None,

@@ -33,10 +33,7 @@ def command(
         ),
     ] = None,
     split_max_size: _types.SplitMaxSize = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show what would happen to each tensor; write nothing."),
-    ] = False,
+    dry_run: _types.DryRun = False,
     report: Annotated[
         bool,
         typer.Option(

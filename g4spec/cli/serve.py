@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -25,7 +26,7 @@ from g4spec.cli.render import Output, Quiet
 
 def command(
     context: typer.Context,
-    model: _chat_options.Model = None,
+    model: _options.Model[Path | None] = None,
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
@@ -51,9 +52,9 @@ def command(
     pool: _serve_options.Pool = None,
     ctx_size: _options.ContextSize = None,
     temp: _chat_options.Temperature = None,
-    top_k: _chat_options.TopK = None,
-    top_p: _chat_options.TopP = None,
-    min_p: _chat_options.MinP = None,
+    top_k: _options.TopK[int | None] = None,
+    top_p: _options.TopP[float | None] = None,
+    min_p: _options.MinP[float | None] = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
     draft_max: _serve_limits.DraftMax = "auto",

@@ -13,7 +13,7 @@ from g4spec.errors import UsageError
 
 
 def command(
-    model: _options.Model,
+    model: _options.Model[Path],
     text: Annotated[
         str | None, typer.Argument(help="Text, or token ids with --ids-to-text.")
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,11 +29,8 @@ Temperature = Annotated[
 ]
 DraftMax = Annotated[
     str | None,
-    typer.Option(
-        "--draft-max",
-        "--spec-draft-n-max",
-        metavar="N|auto",
-        help="Test only this draft length. Default: nine lengths from 1 to 15, and auto.",
+    _options.draft_max_option(
+        "Test only this draft length. Default: nine lengths from 1 to 15, and auto."
     ),
 ]
 Cases = Annotated[
@@ -48,7 +46,7 @@ LongTokens = Annotated[
 
 
 def command(
-    model: _options.Model,
+    model: _options.Model[Path],
     draft: _options.DraftModel = None,
     prompt: _prompt_options.Prompt = None,
     file: _prompt_options.File = None,

@@ -135,6 +135,17 @@ def test_only_render_prints(file: Path) -> None:
             )
 
 
+def test_an_option_is_declared_once() -> None:
+    """Commands with the same option use one `Annotated` type, for instance of `cli/_options.py`."""
+    calls = [
+        ast.unparse(n)
+        for f in (PACKAGE / "cli").glob("*.py")
+        for n in ast.walk(ast.parse(f.read_text()))
+        if isinstance(n, ast.Call) and ast.unparse(n.func) == "typer.Option"
+    ]
+    assert len(calls) > 100 and [c for c in sorted(set(calls)) if calls.count(c) > 1] == []
+
+
 def test_no_blanket_except(file: Path) -> None:
     for node in nodes(file):
         if isinstance(node, ast.ExceptHandler):
