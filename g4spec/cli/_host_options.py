@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from g4spec.cli._options import T
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.advisor.facts import Facts
     from g4spec.advisor.format_choice import Question
     from g4spec.advisor.machine import Machine
 
 Model = Annotated[
-    str | None,
+    T,
     typer.Option(
         "-m",
         "--model",
@@ -84,38 +84,18 @@ Kv = Annotated[
 ]
 
 
-def question_from_options(
-    facts: Facts,
-    machine: Machine,
-    model: str | None,
-    draft: str | None,
-    context: int | None,
-    kv: str | None,
-    backend: str | None,
-    gpus: int | None,
-    n_gpu_layers: int | None,
-    n_cpu_moe: int | None,
-) -> Question | None:
-    """Return the question that the options ask, or None without a model."""
-    from g4spec.advisor import questions
-
+def check_gpus(gpus: int | None, machine: Machine) -> None:
+    """Raise UsageError for more GPUs than the machine has."""
     if gpus is not None and gpus > machine.total_gpus:
         raise UsageError(
             "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
         )
-    question = questions.build_question(
-        facts, model, draft, context, kv, backend, gpus, n_gpu_layers, n_cpu_moe
-    )
+
+
+def check_split(question: Question | None, machine: Machine) -> None:
+    """Raise UsageError for layers in RAM without a GPU that the others could be on."""
     if question is not None and question.split and not machine.gpus:
         raise UsageError(
             f"{question.split.flags.strip()}: no NVIDIA GPU, so all layers are in RAM anyway",
             fix="leave it out, or name a GPU with --assume",
         )
-    return question
-
-
-def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:
-    """Return the machine to answer for: this one, or the assumed one."""
-    from g4spec.advisor import questions
-
-    return questions.build_machine(facts, assume, versions or ())

@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import render
-from g4spec.cli._host_options import (
-    Assume,
-    Context,
-    CpuMoe,
-    Draft,
-    GpuLayers,
-    Gpus,
-    Kv,
-    Model,
-    With,
-    question_from_options,
-    selected_machine,
-)
+from g4spec.cli import _host_options, _option_checks, render
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from g4spec.advisor.diagnosis import Diagnosis
 
+ALONE = ("why", "log", "cards", "self_test", "network")
+"""Parameters that each ask another question than what works with a target."""
+
 
 def command(
-    model: Model = None,
-    draft: Draft = None,
-    ctx_size: Context = None,
-    kv: Kv = None,
+    context: typer.Context,
+    model: _host_options.Model[str | None] = None,
+    draft: _host_options.Draft = None,
+    ctx_size: _host_options.Context = None,
+    kv: _host_options.Kv = None,
     engine: Annotated[
         str | None, typer.Option(help="Report only this engine: vllm, sglang, llama.cpp, g4spec.")
     ] = None,
     attention_backend: Annotated[
         str | None, typer.Option(help="Attention backend that you force for vLLM's target.")
     ] = None,
-    gpus: Gpus = None,
-    n_gpu_layers: GpuLayers = None,
-    n_cpu_moe: CpuMoe = None,
-    assume: Assume = None,
-    versions: With = None,
+    gpus: _host_options.Gpus = None,
+    n_gpu_layers: _host_options.GpuLayers = None,
+    n_cpu_moe: _host_options.CpuMoe = None,
+    assume: _host_options.Assume = None,
+    versions: _host_options.With = None,
     log: Annotated[
         Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
     ] = None,
@@ -78,26 +70,7 @@ def command(
     from g4spec.advisor.doctor import diagnose
     from g4spec.advisor.facts import facts
 
-    _one_of(
-        {
-            "--why": why,
-            "--log": log,
-            "--cards": cards,
-            "--self-test": self_test,
-            "--network": network,
-        },
-        model,
-        draft,
-        ctx_size,
-        kv,
-        engine,
-        attention_backend,
-        gpus,
-        n_gpu_layers,
-        n_cpu_moe,
-        assume,
-        versions,
-    )
+    _check_alone(_option_checks.given_flags(context))
     out, all_facts = render.Output(json, quiet), facts()
     if why is not None:
         return questions.explain(all_facts, why, out)
@@ -109,19 +82,12 @@ def command(
         return questions.run_self_test(out)
     if network:
         return questions.watch_network(out)
-    machine = selected_machine(all_facts, assume, versions)
-    question = question_from_options(
-        all_facts,
-        machine,
-        model,
-        draft,
-        ctx_size,
-        kv,
-        attention_backend,
-        gpus,
-        n_gpu_layers,
-        n_cpu_moe,
+    machine = questions.build_machine(all_facts, assume, versions or ())
+    _host_options.check_gpus(gpus, machine)
+    question = questions.build_question(
+        all_facts, model, draft, ctx_size, kv, attention_backend, gpus, n_gpu_layers, n_cpu_moe
     )
+    _host_options.check_split(question, machine)
     name = questions.engine_for(question, questions.engine_name(engine))
     _answer(diagnose(all_facts, machine, question, name), out, verbose)
 
@@ -135,11 +101,11 @@ def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
         raise CheckFailed(f"{d.question}: cannot work as requested", fix=fix)
 
 
-def _one_of(alone: dict[str, object], *others: object) -> None:
-    """Raise UsageError if one of the options `alone` is combined with any other option."""
-    exclusive = [name for name, value in alone.items() if value]
-    if exclusive and len(exclusive) + any(others) > 1:
+def _check_alone(given_flags: Mapping[str, str]) -> None:
+    """Raise UsageError if an option that asks another question is combined with other options."""
+    alone = [given_flags[name] for name in ALONE if name in given_flags]
+    if alone and len(given_flags.keys() - {"verbose", "json", "quiet"}) > 1:
         raise UsageError(
-            f"{' and '.join(exclusive)}: cannot be combined with other options",
+            f"{' and '.join(alone)}: cannot be combined with other options",
             fix="ask one question at a time",
         )

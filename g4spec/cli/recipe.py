@@ -7,19 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import render
-from g4spec.cli._host_options import (
-    Assume,
-    Context,
-    CpuMoe,
-    Draft,
-    GpuLayers,
-    Gpus,
-    Kv,
-    With,
-    question_from_options,
-    selected_machine,
-)
+from g4spec.cli import _host_options, render
 
 if TYPE_CHECKING:
     from g4spec.advisor.recipe import Recipe
@@ -27,28 +15,18 @@ if TYPE_CHECKING:
 
 def command(
     engine: Annotated[str, typer.Argument(help="Engine: vllm, sglang, llama.cpp or g4spec.")],
-    model: Annotated[
-        str,
-        typer.Option(
-            "-m",
-            "--model",
-            "-hf",
-            "--hf-repo",
-            metavar="MODEL",
-            help="Target: same values as for `g4spec doctor -m`.",
-        ),
-    ],
-    draft: Draft = None,
-    ctx_size: Context = None,
-    kv: Kv = None,
-    gpus: Gpus = None,
-    n_gpu_layers: GpuLayers = None,
-    n_cpu_moe: CpuMoe = None,
+    model: _host_options.Model[str],
+    draft: _host_options.Draft = None,
+    ctx_size: _host_options.Context = None,
+    kv: _host_options.Kv = None,
+    gpus: _host_options.Gpus = None,
+    n_gpu_layers: _host_options.GpuLayers = None,
+    n_cpu_moe: _host_options.CpuMoe = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Number of identical machines (vllm and sglang only).")
     ] = None,
-    assume: Assume = None,
-    versions: With = None,
+    assume: _host_options.Assume = None,
+    versions: _host_options.With = None,
     compose: Annotated[
         bool, typer.Option("--compose", help="Print a Docker Compose file instead.")
     ] = False,
@@ -71,13 +49,15 @@ def command(
 
     out, all_facts = render.Output(json, quiet), facts()
     name = questions.engine_name(engine) or engine
-    machine = on_nodes(selected_machine(all_facts, assume, versions), nodes)
+    machine = on_nodes(questions.build_machine(all_facts, assume, versions or ()), nodes)
     if out_dir is not None:
         atomic.check_folder(out_dir)
-    question = question_from_options(
-        all_facts, machine, model, draft, ctx_size, kv, None, gpus, n_gpu_layers, n_cpu_moe
+    _host_options.check_gpus(gpus, machine)
+    question = questions.build_question(
+        all_facts, model, draft, ctx_size, kv, None, gpus, n_gpu_layers, n_cpu_moe
     )
     assert question is not None
+    _host_options.check_split(question, machine)
     questions.engine_for(question, name)
     result = recipe.make(all_facts, machine, question, name)
     text = scripts.compose(result, machine) if result.works and compose else None
