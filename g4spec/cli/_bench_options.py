@@ -78,15 +78,12 @@ def require_target(
 def read_questions(
     dataset: Path | None, categories: str | None, count: int | None, preset: bool, thinking: bool
 ) -> tuple[Sequence[str], list[BenchPrompt]]:
-    """Return the categories, and the prompts of the preset ([] without one).
-
-    Raises an error if a category or the number of prompts does not exist.
-    """
+    """Return the categories (see `_option_checks.check`), and the prompts of the preset ([] without
+    one). Raises InputError for a missing or malformed file of the preset."""
     from g4spec.measure import prompts
 
     names = prompts.parse_categories(categories)
     if preset:
         path = dataset or Path("question.jsonl")
         return names, prompts.mt_bench(path, count, thinking=thinking)
-    prompts.check_categories(names, count)
     return names, []

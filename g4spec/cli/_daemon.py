@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine, _signals
+from g4spec.cli import _engine, _option_checks, _signals
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
@@ -65,8 +65,7 @@ def check(daemon: bool, stream_fd: int | None, given_flags: dict[str, str]) -> i
     """Return the file descriptor to write to; raise UsageError for options that conflict."""
     if not daemon or stream_fd is None:
         raise UsageError("--daemon and --stream-fd need each other", fix="give both, or neither")
-    if refused := [flag for name, flag in given_flags.items() if name in HTTP_ONLY]:
-        raise UsageError(f"{', '.join(refused)}: no effect with --daemon", fix="leave it out")
+    _option_checks.refuse_without_effect(given_flags, HTTP_ONLY, "with --daemon")
     try:
         mode = fcntl.fcntl(stream_fd, fcntl.F_GETFL) & os.O_ACCMODE
     except OSError:

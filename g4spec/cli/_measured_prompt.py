@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from g4spec.cli._option_checks import refuse
 from g4spec.cli._prompt import Prompt, PromptOptions
-from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
     from g4spec.cli.render import Output
@@ -21,18 +21,10 @@ class MeasuredPromptOptions(PromptOptions):
     def __post_init__(self) -> None:
         if self.is_given:
             return PromptOptions.__post_init__(self)
-        needs_prompt = {
-            "--chat": self.chat,
-            "--system": self.system is not None,
-            "--tools": self.tools is not None,
-            "--parse-special": self.special is not None,
-        }
-        for name, used in needs_prompt.items():
-            if used:
-                raise UsageError(
-                    f"{name} needs a prompt of your own",
-                    fix="give one with -p, --file, --tokens-file or --messages",
-                )
+        fix = "give one with -p, --file, --tokens-file or --messages"
+        needing = {"chat": self.chat, "system": self.system, "tools": self.tools}
+        special = self.special is not None
+        refuse("needs a prompt of your own", fix, **needing, parse_special=special)
 
     @property
     def is_given(self) -> bool:
@@ -50,12 +42,7 @@ class MeasuredPromptOptions(PromptOptions):
         """
         if not self.is_given:
             return None
-        for name, value in built_in.items():
-            if value is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} applies to the built-in prompts only",
-                    fix="leave it out",
-                )
+        refuse("applies to the built-in prompts only", "leave it out", **built_in)
         return self.read()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import typer
@@ -91,8 +91,28 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     return flags
 
 
-def require_draft(draft: str | None, **options: object) -> None:
-    """Raise UsageError if one of `options` is set and there is no draft."""
+def refuse_without_effect(flags: Mapping[str, str], names: Collection[str], why: str) -> None:
+    """Raise UsageError for those of the `flags` (see `given_flags`) whose parameters are `names`.
+
+    Args:
+        why: when they have no effect, such as "with --url".
+    """
+    if found := [flag for name, flag in flags.items() if name in names]:
+        raise UsageError(f"{', '.join(found)}: no effect {why}", fix="leave it out")
+
+
+def refuse(why: str, fix: str, **options: object) -> None:
+    """Raise UsageError for the first of `options` that is given, which is neither None nor False.
+
+    Args:
+        why: the end of the message, such as "needs a draft".
+    """
     for name, value in options.items():
-        if draft is None and value:
-            raise UsageError(f"--{name.replace('_', '-')} needs a draft", fix="pass one with -md")
+        if value is not None and value is not False:
+            raise UsageError(f"--{name.replace('_', '-')} {why}", fix=fix)
+
+
+def require_draft(draft: str | None, **options: object) -> None:
+    """Raise UsageError if one of `options` is given and there is no draft."""
+    if draft is None:
+        refuse("needs a draft", "pass one with -md", **options)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4spec.cli import _inputs, _json_messages
+from g4spec.cli._option_checks import refuse
 from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -36,15 +37,9 @@ class PromptOptions:
         sources = (self.text, self.file, self.tokens_file, self.messages)
         if sum(given is not None for given in sources) != 1:
             raise UsageError("expected exactly one of -p, --file, --tokens-file and --messages")
-        for name, given in (
-            ("--system", self.system is not None),
-            ("--thinking", self.thinking),
-            ("--tools", self.tools is not None),
-        ):
-            if given and not self.uses_template:
-                raise UsageError(
-                    f"{name} needs a chat template", fix="add --chat, or give --messages"
-                )
+        if not self.uses_template:
+            needing = {"system": self.system, "thinking": self.thinking, "tools": self.tools}
+            refuse("needs a chat template", "add --chat, or give --messages", **needing)
         if self.tokens_file is not None and (self.uses_template or self.special is not None):
             name = "--chat" if self.uses_template else "--parse-special"
             raise UsageError(f"{name} has no effect on token ids", fix="leave it out")

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from g4spec.cli._option_checks import refuse_without_effect
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 
 Models = Annotated[
@@ -121,12 +122,11 @@ def check_models(
         raise UsageError(
             "expected either -m or --models", fix="name a model with -m, or a folder with --models"
         )
-    several = [given_flags[o] for o in ("models_max", "models_autoload") if o in given_flags]
-    if models is None and several:
-        raise UsageError(f"{', '.join(several)}: no effect without --models", fix="leave it out")
-    if models is not None and (draft is not None or alias or tags):
+    if models is None:
+        refuse_without_effect(given_flags, ("models_max", "models_autoload"), "without --models")
+    elif draft is not None or alias or tags:
         raise UsageError("-md, -a and --tags need -m", fix="leave them out with --models")
-    if models is not None and not models.exists():
+    elif not models.exists():
         raise InputError(
             f"{models}: no such file or folder",
             expected="a folder of GGUF files",

@@ -52,18 +52,15 @@ def command(
         raise UsageError(
             "expected either -m or --url", fix="name a model with -m, or a server with --url"
         )
-    if url and (
-        local := [flag for name, flag in flags.items() if name in _chat_options.LOCAL_ONLY]
-    ):
-        raise UsageError(
-            f"{', '.join(local)}: no effect with --url, the server decides", fix="leave it out"
-        )
-    if url is None and "api_key" in flags:
-        raise UsageError("--api-key: no effect without --url", fix="leave it out")
     length = _options.draft_max(draft_max)
     if url is None:
+        _option_checks.refuse_without_effect(flags, ["api_key"], "without --url")
         _option_checks.require_draft(
             draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft
+        )
+    else:
+        _option_checks.refuse_without_effect(
+            flags, _chat_options.LOCAL_ONLY, "with --url, the server decides"
         )
     sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     from g4spec.cli._conversation import Conversation

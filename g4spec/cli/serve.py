@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 
-from g4spec import ranges
 from g4spec.cli import (
     _chat_options,
     _daemon,
@@ -78,19 +77,13 @@ def command(
     flags = _option_checks.given_flags(context)
     _serve_options.check_models(model, models, draft, alias, tags, flags)
     length = _options.draft_max(draft_max)
-    ranges.check(draft_max=length)
     if models is None:
         _option_checks.require_draft(draft, draft_max=draft_max not in ("auto", "0"))
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
     )
-    sampling: dict[str, float | None] = {
-        "temperature": temp,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-    }
+    sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     engine_options: dict[str, Any] = {
         "pool": pool,
         "prefix_cache": _serve_limits.check_prefix_cache(prefix_cache),

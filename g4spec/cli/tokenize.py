@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, _options
+from g4spec.cli import _inputs, _option_checks, _options
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -30,13 +30,11 @@ def command(
     """Convert a text to the target's token ids, or ids to text."""
     if (text is None) == (file is None):
         raise UsageError("expected either TEXT or --file", fix="give exactly one of them")
-    mode = "--ids-to-text" if ids_to_text else "--json"
-    for name, ignored in (
-        ("--csv", csv and (ids_to_text or json)),
-        ("--no-bos", ids_to_text and not bos),
-    ):
-        if ignored:
-            raise UsageError(f"{name} has no effect with {mode}", fix="leave one of them out")
+    fix = "leave one of them out"
+    if ids_to_text:
+        _option_checks.refuse("has no effect with --ids-to-text", fix, csv=csv, no_bos=not bos)
+    if json:
+        _option_checks.refuse("has no effect with --json", fix, csv=csv)
     content = text if file is None else _inputs.read_text(file)
     from g4spec.gguf import GGUF
     from g4spec.runtime.tokenizer import Tokenizer
