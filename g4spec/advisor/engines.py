@@ -105,7 +105,7 @@ def machine_situation(machine: Machine, name: str, version: str, gpus: int) -> S
     """Collect the values that do not depend on a question. `gpus`: cards of one node."""
     return Situation(
         engine=name,
-        version=version,
+        versions=version,
         cc=machine.cc,
         gpus=gpus,
         nodes=machine.nodes,
@@ -117,7 +117,8 @@ def machine_situation(machine: Machine, name: str, version: str, gpus: int) -> S
         nvlink=machine.nvlink,
         cards=tuple(g.card for g in machine.gpus if g.card),
         env=machine.env,
-        versions=dict(machine.tools),
+        transformers=machine.tools.get("transformers"),
+        torch=machine.tools.get("torch"),
     )
 
 

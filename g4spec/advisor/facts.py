@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from g4spec.advisor import figures, software_facts, versions
 from g4spec.advisor import schema as rows
-from g4spec.advisor.schema import Conditions, Fact, SourceFact
+from g4spec.advisor.schema import Conditions, Fact, Range, SourceFact
 from g4spec.errors import G4Error
 
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -48,24 +48,6 @@ KINDS: dict[str, type[Fact]] = {
     "flag": rows.FlagFact,
 }
 """Name of a TOML table -> class of its rows."""
-
-RANGES = frozenset(
-    {
-        "versions",
-        "cc",
-        "gpus",
-        "nodes",
-        "memory",
-        "context",
-        "streams",
-        "driver",
-        "torch",
-        "transformers",
-        "nvcc",
-        "bandwidth",
-    }
-)
-"""Names of the str fields that hold a range (see `versions.holds`)."""
 
 _ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 _DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
@@ -111,6 +93,13 @@ class Facts:
         return out
 
 
+def _check_range(text: str, where: str) -> None:
+    try:
+        versions.check(text)
+    except ValueError as problem:
+        raise BadFact(f"{where}: {problem}") from None
+
+
 def _is_optional(hint: Any) -> bool:
     return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
 
@@ -121,6 +110,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         hint = next(a for a in get_args(hint) if a is not type(None))
     if hint is Conditions:
         return make(Conditions, value, where)
+    if hint == Range:
+        hint = str
+        if isinstance(value, str):
+            _check_range(value, where)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise BadFact(where, expected=f"one of {', '.join(get_args(hint))}", found=value)
@@ -146,7 +139,7 @@ def _schema(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
         needed = frozenset(
             f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
         )
-        _HINTS[kind] = get_type_hints(kind), needed
+        _HINTS[kind] = get_type_hints(kind, include_extras=True), needed
     return _HINTS[kind]
 
 
@@ -158,13 +151,6 @@ def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
     if missing := sorted(needed - set(raw)):
         raise BadFact(f"{where}: missing keys", expected=missing)
     values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()}
-    for key in RANGES & set(values):
-        # An error's `versions` is prose: where people saw it.
-        if isinstance(values[key], str) and kind is not rows.ErrorFact:
-            try:
-                versions.check(values[key])
-            except ValueError as problem:
-                raise BadFact(f"{where}.{key}: {problem}") from None
     return kind(**values)
 
 

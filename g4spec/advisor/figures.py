@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4spec.advisor.schema import Fact
+from g4spec.advisor.schema import Fact, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class EfficiencyFact(Fact):
     """
 
     moe: bool
-    bandwidth: str
+    bandwidth: Range
     low: float
     high: float
     read: float
@@ -147,5 +147,5 @@ class DraftLengthFact(Fact):
     chat: int
     streams: int
     engine: tuple[str, ...] = ()
-    cc: str = ""
+    cc: Range = ""
     limit: str = ""

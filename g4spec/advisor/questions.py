@@ -4,7 +4,7 @@ question."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -182,15 +182,12 @@ def _measured(facts: Facts) -> Fact:
 def _fields(row: Fact) -> list[tuple[str, str]]:
     """Return the names of a row's non-empty fields and their values as text."""
     out = []
-    for name, value in asdict(row).items():
-        if name in ("id", "source", "date", "ref") or value in ("", (), 0, None):
+    for field in fields(row):
+        name, value = field.name, getattr(row, field.name)
+        if name in ("id", "source", "date") or value in ("", (), 0, None):
             continue
-        if isinstance(getattr(row, name), Conditions):
-            text = ", ".join(
-                f"{k} {' or '.join(v) if isinstance(v, tuple) else v}"
-                for k, v in value.items()
-                if v not in ("", (), None)
-            )
+        if isinstance(value, Conditions):
+            text = ", ".join(text for _, text in value.texts())
         elif isinstance(value, tuple):
             text = ", ".join(str(v) for v in value)
         else:

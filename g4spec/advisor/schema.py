@@ -6,59 +6,71 @@ A row is a table in `data/*.toml`: `[[card]]` becomes a `CardFact`, and so on. E
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 Mark = Literal["good", "warn", "bad", "note"]
 Maybe = Literal["yes", "no", "condition", "unknown"]
+Range = Annotated[str, "a range"]
+"""Versions or numbers, as `versions.holds` takes them; `facts.make` checks the form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """The conditions under which a row applies. An omitted condition always holds; a condition on a
-    value that is unknown for a machine does not hold.
+    value that is unknown for a machine does not hold. `conditions.Situation` has the values, by the
+    same names; the type of a condition says how they are compared.
 
     Attributes:
-        versions, transformers, driver, torch, nvcc: version ranges; `versions` is the engine's.
+        versions, transformers, driver, torch: version ranges; `versions` is the engine's.
         cc: range of compute capability of the weakest card; `gpus` of cards on one node.
-        memory: range of GiB per card. `context`: range of tokens. `streams`: concurrent requests.
-        experts_in_ram: llama.cpp's -ncmoe is given.
-        cards: ids of cards. `mixed`: cards of several capabilities.
+        memory: range of GiB per card. `context`: range of tokens.
         model: sizes (`31b`). `quant`: parts of weight formats. `draft`: kinds; `drafts`: ids.
         layout: formats of drafts' configurations: speculators.
         kv: cache types. `backend`: attention backend that the user forced on the target.
+        cards: ids of cards. `mixed`: cards of several capabilities.
+        experts_in_ram: llama.cpp's -ncmoe is given.
         env: environment variables of which one is set.
-        tools: engines or packages of which one is installed, with any version.
     """
 
-    engine: tuple[str, ...] = ()
-    versions: str = ""
-    cc: str = ""
-    gpus: str = ""
-    nodes: str = ""
-    memory: str = ""
-    context: str = ""
-    streams: str = ""
-    driver: str = ""
-    torch: str = ""
-    transformers: str = ""
-    nvcc: str = ""
+    engine: tuple[str, ...] = ()  # first, because most facts are about one engine
+    versions: Range = ""
+    cc: Range = ""
+    gpus: Range = ""
+    nodes: Range = ""
+    memory: Range = ""
+    model: tuple[str, ...] = ()
+    draft: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
+    kv: tuple[str, ...] = ()
+    cards: tuple[str, ...] = ()
+    transformers: Range = ""
+    driver: Range = ""
+    torch: Range = ""
+    context: Range = ""
     unified: bool | None = None
     wsl: bool | None = None
     mixed: bool | None = None
     nvlink: bool | None = None
     moe: bool | None = None
     experts_in_ram: bool | None = None
-    cards: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
     quant: tuple[str, ...] = ()
-    draft: tuple[str, ...] = ()
-    drafts: tuple[str, ...] = ()
-    layout: tuple[str, ...] = ()
-    kv: tuple[str, ...] = ()
     backend: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
-    tools: tuple[str, ...] = ()
+
+    def stated(self) -> Iterator[tuple[str, str | bool | tuple[str, ...]]]:
+        """Yield name and value of each condition that is not omitted."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value not in ("", (), None):
+                yield name, value
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield name and description of each condition that is not omitted."""
+        for name, value in self.stated():
+            yield name, f"{name} {' or '.join(value) if isinstance(value, tuple) else value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +102,7 @@ class NoteFact(Fact):
 
     topic: str
     fix: str = ""
-    versions: str = ""
+    versions: Range = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +118,7 @@ class CardFact(Fact):
 
     name: str
     aliases: tuple[str, ...] = ()
-    cc: str
+    cc: Range
     memory: tuple[int, ...]
     bandwidth: tuple[float, ...]
     unified: bool = False
@@ -216,7 +228,7 @@ class WeightsFact(Fact):
     names: tuple[str, ...] = ()
     exact: bool = False
     rank: int = 50
-    cc: str = ""
+    cc: Range = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

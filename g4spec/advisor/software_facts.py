@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from g4spec.advisor.schema import Fact, Maybe
+from g4spec.advisor.schema import Fact, Maybe, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class BackendFact(Fact):
     """
 
     engine: str
-    versions: str = ""
+    versions: Range = ""
     name: str
-    cc: str = ""
+    cc: Range = ""
     heads: tuple[int, ...]
     noncausal: Maybe
     sliding: Maybe
@@ -39,7 +39,7 @@ class ReleaseFact(Fact):
     """Gemma 4 support in a range of vLLM versions (a row of the upgrade table)."""
 
     engine: str
-    versions: str
+    versions: Range
     target_triton: str
     target_hopper: str
     dflash: Maybe
@@ -49,7 +49,7 @@ class ReleaseFact(Fact):
     dflash2: Maybe
     draft_kv_key: bool
     draft_backend_key: bool
-    transformers: str
+    transformers: Range
     dflash_backend: str = ""
 
 
@@ -58,7 +58,7 @@ class WheelFact(Fact):
     """The architectures that a published build has machine code (`sass`) or PTX for."""
 
     package: str
-    versions: str
+    versions: Range
     sass: tuple[str, ...]
     ptx: tuple[str, ...] = ()
     missing: str = ""
@@ -69,6 +69,6 @@ class ToolkitFact(Fact):
     """A rule about CUDA and drivers. `driver`: the oldest that works with `cuda`."""
 
     cuda: str = ""
-    driver: str = ""
-    cc: str = ""
+    driver: Range = ""
+    cc: Range = ""
     fix: str = ""

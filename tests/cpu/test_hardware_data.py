@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,8 @@ def test_ranges(text: str, version: str, inside: bool) -> None:
 def test_defaults_do_not_restrict() -> None:
     from g4spec.advisor.conditions import Situation, matches
 
+    names = [[field.name for field in fields(kind)] for kind in (Conditions, Situation)]
+    assert names[0] == names[1], "each condition has a value to be matched against"
     assert matches(Conditions(), Situation())
     assert not matches(Conditions(cc="<8.9"), Situation()), "what is unknown does not match"
     assert matches(Conditions(cc="<8.9", draft=("mtp",)), Situation(cc=(8, 6), draft="mtp"))
