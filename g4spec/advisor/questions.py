@@ -187,7 +187,7 @@ def _fields(row: Fact) -> list[tuple[str, str]]:
         if name in ("id", "source", "date") or value in ("", (), 0, None):
             continue
         if isinstance(value, Conditions):
-            text = ", ".join(text for _, text in value.texts())
+            text = ", ".join(value.texts())
         elif isinstance(value, tuple):
             text = ", ".join(str(v) for v in value)
         else:

@@ -67,10 +67,13 @@ class Conditions:
             if value not in ("", (), None):
                 yield name, value
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield name and description of each condition that is not omitted."""
+    def texts(self) -> Iterator[str]:
+        """Yield a description of each condition that is not omitted."""
         for name, value in self.stated():
-            yield name, f"{name} {' or '.join(value) if isinstance(value, tuple) else value}"
+            if isinstance(value, bool):
+                yield name if value else f"not {name}"
+            else:
+                yield f"{name} {' or '.join(value) if isinstance(value, tuple) else value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -288,6 +288,16 @@ def test_the_page_is_up_to_date() -> None:
     assert path.read_text(encoding="utf-8") == document(), fix
 
 
+def test_the_page_names_every_condition_of_a_problem(known: Facts) -> None:
+    from g4spec.advisor.document import document
+
+    lines = document().splitlines()
+    for p in known.all(ProblemFact):
+        (line,) = [x for x in lines if x.startswith(f"| `{p.id}` | {p.mark} |")]
+        missing = [name for name, _ in p.when.stated() if name not in line.split(" | ")[3]]
+        assert missing == [], p.id
+
+
 def test_prose_says_gpu_not_card(known: Facts) -> None:
     """Ids and names of fields may have the word, texts that doctor and recipe print may not."""
     prose = re.compile(r"(?<![\w-])cards?(?![\w-])", re.IGNORECASE)
