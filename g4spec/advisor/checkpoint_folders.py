@@ -22,6 +22,7 @@ from g4spec.advisor.like_published import (
 )
 from g4spec.advisor.named_models import DraftModel, TargetModel, WeightFormat
 from g4spec.advisor.schema import SizeFact
+from g4spec.convert import quant_methods
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import folder_hint, regular_files
@@ -88,7 +89,8 @@ def _folder_format(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     quant = raw.get("quantization_config")
     if not isinstance(quant, dict):
         return str(raw.get("dtype") or raw.get("torch_dtype") or "BF16").upper(), ()
-    name = " ".join(str(quant.get(k)) for k in ("quant_method", "format", "bits") if quant.get(k))
+    keys = ("quant_method", "format", "quant_algo", "bits")
+    name = " ".join(str(quant[key]) for key in keys if quant.get(key))
     notes: tuple[str, ...] = ()
     if quant.get("kv_cache_scheme"):
         notes = (
@@ -115,7 +117,7 @@ def folder_target(facts: Facts, folder: Path, given: str) -> TargetModel:
         )
     hidden = _integer(text, "hidden_size")
     size = size_like(facts, hidden, len(text.get("layer_types") or ()))
-    name, notes = _folder_format(raw)
+    name, notes = _folder_format(quant_methods.with_own_file(folder, raw))
     return TargetModel(
         title=f"{folder.name} (Gemma 4 {size.name if size else 'of another size'})",
         size=size.id if size else "other",

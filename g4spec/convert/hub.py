@@ -103,8 +103,7 @@ class _Hub:
             return found[self.id.file]
         chosen = self._needed(names, purpose, revision)
         if "config.json" in chosen and purpose != "tokenizer":
-            config = self._get("config.json", revision)  # before weights that cannot be read
-            quant_methods.settings(safetensors.load_json(config))
+            self._check_quantization(chosen, revision)
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
         return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
@@ -136,6 +135,14 @@ class _Hub:
             if isinstance(name, str) and is_safe(name)
         }
 
+    def _check_quantization(self, chosen: Iterable[str], revision: str) -> None:
+        """Raise Unsupported for weights that cannot be read, before they are downloaded."""
+        path = self._get("config.json", revision)
+        if quant_methods.OWN_FILE in chosen:
+            self._get(quant_methods.OWN_FILE, revision)
+        config = safetensors.load_json(path)
+        quant_methods.settings(quant_methods.with_own_file(path.parent, config))
+
     def _needed(self, names: Mapping[str, int], purpose: Purpose, revision: str) -> list[str]:
         """Return the files to download; the first one is the model or is in its folder."""
         top = [n for n in names if "/" not in n]
@@ -155,6 +162,7 @@ class _Hub:
             raise InputError(f"{self.id} has no config.json", found=_shown(names))
         if purpose == "tokenizer":
             return small
+        small += [n for n in top if n == quant_methods.OWN_FILE]
         indexes = sorted(n for n in top if n.endswith(INDEX))
         if indexes:
             index = self._get(indexes[0], revision)
@@ -235,7 +243,7 @@ class _Hub:
     def _guard(self, name: str, revision: str) -> TransferGuard:
         """Return the limits of a download: MAX_READ_BYTES for files that are read at once, the
         free disk space for all others."""
-        whole = name in SMALL or name.endswith(INDEX)
+        whole = name in (*SMALL, quant_methods.OWN_FILE) or name.endswith(INDEX)
         existing = next(p for p in (self.cache, *self.cache.parents) if p.exists())
         limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(existing).free
         # The Xet client ignores these limits, so it is only allowed for the official hub.

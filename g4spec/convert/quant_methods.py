@@ -7,8 +7,10 @@ Sources: compressed-tensors `transform/transform_args.py` (locations of transfor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from g4spec.convert import safetensors
 from g4spec.errors import Unsupported
 
 METHODS = (
@@ -41,7 +43,20 @@ MARKS = {
 """Ending of a tensor's name that only quantized weights have -> what wrote it."""
 OFFLINE = ("weight_input", "weight_output")
 """Where compressed-tensors rotates weights; it rotates activations in all other places."""
+OWN_FILE = "hf_quant_config.json"
+"""File next to config.json that has the quantization in older exports of ModelOpt."""
 FIX = "convert from the checkpoint that was not quantized"
+
+
+def with_own_file(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with the quantization that is in a file of its own, if it is."""
+    path = folder / OWN_FILE
+    if config.get("quantization_config") or not path.exists():
+        return config
+    found = safetensors.load_json(path).get("quantization")
+    if not isinstance(found, dict) or not found.get("quant_algo"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
 
 
 def settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from g4spec import models
-from g4spec.convert import dialects, prequantized, safetensors
+from g4spec.convert import dialects, prequantized, quant_methods, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.hub_id import holds_model
 from g4spec.convert.tensors import StoredTensor
@@ -28,8 +28,6 @@ MASK_ROW = "mask_embedding.pt"
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 """Files of a LoRA adapter by PEFT."""
-QUANTIZATION = "hf_quant_config.json"
-"""File next to config.json that has the quantization in older exports of ModelOpt."""
 _ADAPTED = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
 WRAPPERS = ("module.", "base_model.model.")
 """Beginnings that trainers put before the names of all tensors: DDP and PEFT. `_orig_mod.` of
@@ -183,7 +181,7 @@ def _open_folder(
     stored = _unwrapped(safetensors.read_all(files))
     if adapted := [name for name in stored if _ADAPTED.search(name)]:
         raise _adapter(folder, adapted[0])
-    tensors = prequantized.unpack(_with_quantization(folder, config), stored)
+    tensors = prequantized.unpack(quant_methods.with_own_file(folder, config), stored)
     return CheckpointFolder(
         folder,
         files,
@@ -191,17 +189,6 @@ def _open_folder(
         safetensors.load_json(generation) if generation.exists() else {},
         tensors,
     )
-
-
-def _with_quantization(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with the quantization that is in a file of its own, if it is."""
-    path = folder / QUANTIZATION
-    if config.get("quantization_config") or not path.exists():
-        return config
-    found = safetensors.load_json(path).get("quantization")
-    if not isinstance(found, dict) or not found.get("quant_algo"):
-        return config
-    return {**config, "quantization_config": {"quant_method": "modelopt", **found}}
 
 
 def _adapter(folder: Path, found: str) -> Unsupported:

@@ -250,6 +250,21 @@ def test_weights_that_cannot_be_read_are_not_fetched(family: Path, served: Hub) 
     get("org/awq", "tokenizer")
 
 
+def test_the_quantization_in_a_file_of_its_own_is_fetched_before_weights(
+    family: Path, served: Hub
+) -> None:
+    """Older exports of ModelOpt have it in hf_quant_config.json."""
+    found = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    small = {"config.json", "hf_quant_config.json"}
+    for algorithm in ("NVFP4", "FP8"):
+        found["quantization"]["quant_algo"] = algorithm
+        settings = {"hf_quant_config.json": json.dumps(found).encode()}
+        served.repos[f"org/{algorithm}"] = files(family / "target") | settings
+    refused("org/NVFP4", Unsupported, "quantization_config.*found modelopt NVFP4")
+    assert set(served.downloads()) == small
+    assert (get("org/FP8") / "hf_quant_config.json").exists()
+
+
 def test_a_target_gives_its_tokenizer_only(served: Hub) -> None:
     get("org/target", "tokenizer")
     assert not any(name.endswith(".safetensors") for name in served.downloads())

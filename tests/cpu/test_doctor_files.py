@@ -76,6 +76,15 @@ def test_a_folder_is_converted_for_an_engine_of_files(
     assert f"g4spec convert {folder} -o target.gguf, then -m target.gguf" in capsys.readouterr().out
 
 
+def test_the_quantization_of_a_folder_is_named(family: dict[str, Path], tmp_path: Path) -> None:
+    """Older exports of ModelOpt have it in hf_quant_config.json."""
+    (tmp_path / "config.json").write_text((family["target"] / "config.json").read_text())
+    settings = {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    (found,) = lookup.find_target(FACTS, str(tmp_path)).formats
+    assert found.format == "modelopt FP8"
+
+
 def test_drafts_in_files(family: dict[str, Path]) -> None:
     target = lookup.find_target(FACTS, str(family["target"]))
     for name, kind in (("zlab", "dflash"), ("redhat", "dflash"), ("mtp", "mtp")):
