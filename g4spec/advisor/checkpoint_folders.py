@@ -25,7 +25,7 @@ from g4spec.advisor.schema import SizeFact
 from g4spec.convert import quant_methods
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
-from g4spec.gguf import folder_hint, regular_files
+from g4spec.gguf import folder_hint, parts, regular_files
 from g4spec.models import pairing
 from g4spec.models.dflash_backbone import FROM_ANCHOR
 from g4spec.models.fields import MAX_LAYERS
@@ -137,7 +137,7 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
     """Read a draft of target `of` from a checkpoint folder."""
     raw = _config(folder)
     draft = new_draft(folder, given, of, _weights(folder), gguf=False)
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = sorted(folder.glob(parts.FILES))
     if ggufs and draft.nbytes:
         draft = replace(
             draft,

@@ -123,7 +123,7 @@ def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False)
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
+        found = sorted(path.glob(parts.FILES))
         ggufs = parts.first_parts([p for p in found if holds_model(p.name)] or found)
         both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
         if both and not prefer_gguf:

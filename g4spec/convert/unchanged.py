@@ -23,7 +23,7 @@ def file_stamps(source: Path) -> dict[Path, Stamp]:
     No inodes: network and FUSE mounts may give a file another one when they are asked again.
     """
     inside = sorted(source.iterdir()) if source.is_dir() else [source, *parts.siblings(source)]
-    files = [p for p in inside if not source.is_dir() or p.suffix in ENDINGS]
+    files = [p for p in inside if not source.is_dir() or p.suffix.lower() in ENDINGS]
     return {p: _stamp(p) for p in files if p.exists()}
 
 

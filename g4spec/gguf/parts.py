@@ -17,13 +17,15 @@ from g4spec.errors import InputError
 NO, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 KEYS = (NO, COUNT, TENSORS)
 MAX_PARTS = 0xFFFF
+FILES = "*.[gG][gG][uU][fF]"
+"""Pattern of the GGUF files in a folder; Windows programs write the suffix in capitals, too."""
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def folder_hint(folder: Path) -> str | None:
     """Return a fix for an error about a folder given instead of a GGUF file, or without a model;
     None if neither the folder nor one in it, such as the snapshots of a cache, has a model."""
-    for pattern in ("*.gguf", "*/*.gguf", "snapshots/*/*.gguf"):
+    for pattern in (FILES, f"*/{FILES}", f"snapshots/*/{FILES}"):
         if found := sorted(folder.glob(pattern)):
             return f"name {'one of the files' if found[1:] else 'the file'} in it: {found[0]}"
         if (folder / "config.json").exists():

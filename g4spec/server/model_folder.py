@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
-from g4spec.gguf import GGUF
-from g4spec.gguf.parts import first_parts
+from g4spec.gguf import GGUF, parts
 from g4spec.runtime import target_file
 from g4spec.server import server_info
 from g4spec.server.remote_request import EngineLost
@@ -170,7 +169,9 @@ def find_models(
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
     targets: dict[Path, dict[str, int | str]] = {}
     drafts, left_out = [], list[G4Error]()
-    for path in first_parts(sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")])):
+    for path in parts.first_parts(
+        sorted([*folder.glob(parts.FILES), *folder.glob(f"*/{parts.FILES}")])
+    ):
         try:
             with GGUF(path) as file:
                 arch = file.kv.get("general.architecture")

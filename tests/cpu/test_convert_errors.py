@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from g4spec.convert import convert, convert_cached, detect, quantize
+from g4spec.convert.unchanged import file_stamps
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, folder_hint, string, write
 from g4spec.measure import text_chunks
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
@@ -298,6 +299,15 @@ def test_a_checkpoint_is_converted_even_with_ggufs_in_its_folder(
     convert(draft, tmp_path / "o.gguf", target=family / "target", dry_run=True)
     with pytest.raises(InputError, match="several GGUF"):
         detect(draft, prefer_gguf=True)
+
+
+def test_the_suffix_of_a_gguf_in_a_folder_may_be_in_capitals(tmp_path: Path) -> None:
+    path = tmp_path / "D.GGUF"
+    write(path, {"general.architecture": string("gemma4")}, [])
+    with detect(tmp_path) as found:
+        assert found.path == path
+    assert folder_hint(tmp_path) == f"name the file in it: {path}"
+    assert [*file_stamps(tmp_path)] == [path]
 
 
 def test_a_target_folder_that_also_contains_a_gguf(family: Path, tmp_path: Path) -> None:

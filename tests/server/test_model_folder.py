@@ -76,7 +76,7 @@ def test_lora_adapters_are_left_out(folder: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "lora.gguf", keys, [])
     with pytest.raises(Unsupported, match="a LoRA adapter, not a model"):
         find_models(tmp_path)
-    shutil.copy(folder / "first.gguf", tmp_path)
+    shutil.copy(folder / "first.gguf", tmp_path / "first.GGUF")
     notes: list[str] = []
     (model,) = find_models(tmp_path, notes.append)
     assert model.name == "first" and "lora.gguf: a LoRA adapter" in notes[0]
