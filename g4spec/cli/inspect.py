@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _inputs, _types
+from g4spec.cli import _inputs, _inspect_tables
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
     from g4spec.convert import CheckpointFolder
     from g4spec.gguf import GGUF
+    from g4spec.gguf.imatrix import Imatrix
 
 SHOWN = 6
 """Number of entries shown of a long array."""
@@ -29,11 +29,13 @@ def command(
 ) -> None:
     """Show a model's kind, size, types, metadata and tensors."""
     from g4spec import convert
-    from g4spec.gguf import GGUF
+    from g4spec.gguf import GGUF, imatrix
 
     out = Output(json, quiet)
     path = _inputs.resolve(path, out)
-    if path.is_file() and path.suffix != ".safetensors":
+    if path.is_file() and imatrix.is_older(path):
+        facts = _older_imatrix(imatrix.read(path), path)
+    elif path.is_file() and path.suffix != ".safetensors":
         with GGUF(path) as file:  # any architecture can be inspected
             facts = _gguf(file)
     else:
@@ -45,46 +47,72 @@ def command(
                 facts = _gguf(file)
         else:
             facts = _folder(found.source, found.kind.TITLE)
-    _show(facts, out, tensors)
+    _inspect_tables.show(facts, out, tensors)
     out.result(facts)
 
 
 def _gguf(file: GGUF) -> dict[str, Any]:
     from g4spec.models import find_kind, other_file
 
-    entries = [
-        {"name": t.name, "shape": t.shape, "type": t.format.name.upper(), "bytes": t.nbytes}
-        for t in file.tensors.values()
-    ]
     arch = str(file.get("general.architecture"))
     kind = find_kind(arch, file.tensors)
     title = kind.TITLE if kind else f"unknown here ({arch})"
     if (other := other_file(file)) is not None:
         title = re.sub(r"^an? ", "", other[0])
-    return {
-        "path": str(file.path),
-        "kind": title,
-        "container": f"GGUF version {file.version}, alignment {file.alignment}"
-        + (f", {len(file.parts)} parts" if len(file.parts) > 1 else ""),
-        "bytes": sum(part.size for part in file.parts),
-        **_sums(entries),
-        "metadata": {key: _abbreviated(file, key) for key in file},
-        "tensors": entries,
-    }
+    parts = f", {len(file.parts)} parts" if len(file.parts) > 1 else ""
+    return _facts(
+        file.path,
+        title,
+        f"GGUF version {file.version}, alignment {file.alignment}{parts}",
+        sum(part.size for part in file.parts),
+        {key: _abbreviated(file, key) for key in file},
+        [(t.name, t.shape, t.format.name.upper(), t.nbytes) for t in file.tensors.values()],
+    )
+
+
+def _older_imatrix(found: Imatrix, path: Path) -> dict[str, Any]:
+    """Describe an importance matrix of the older format as one of the newer, without counts."""
+    from g4spec.gguf.imatrix import CHUNKS, DATASETS, SUMS
+
+    return _facts(
+        path,
+        "importance matrix",
+        "older format of llama-imatrix",
+        path.stat().st_size,
+        {CHUNKS: found.chunks, DATASETS: found.datasets},
+        [(n + SUMS, e.sums.shape, "F32", e.sums.nbytes) for n, e in found.entries.items()],
+    )
 
 
 def _folder(folder: CheckpointFolder, title: str) -> dict[str, Any]:
-    entries = [
-        {"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
-        for t in folder.tensors.values()
-    ]
+    return _facts(
+        folder.path,
+        title,
+        f"safetensors, {len(folder.files)} file{'s' * (len(folder.files) > 1)}",
+        sum(p.stat().st_size for p in folder.files),
+        dict(folder.config),
+        [(t.name, t.shape, t.dtype, t.nbytes) for t in folder.tensors.values()],
+    )
+
+
+def _facts(
+    path: Path,
+    kind: str,
+    container: str,
+    nbytes: int,
+    metadata: dict[str, Any],
+    tensors: list[tuple[str, tuple[int, ...], str, int]],
+) -> dict[str, Any]:
+    """Return what is shown. `tensors`: name, shape, type and bytes of each."""
+    keys = ("name", "shape", "type", "bytes")
+    entries = [dict(zip(keys, t, strict=True)) for t in tensors]
     return {
-        "path": str(folder.path),
-        "kind": title,
-        "container": f"safetensors, {len(folder.files)} file{'s' * (len(folder.files) > 1)}",
-        "bytes": sum(p.stat().st_size for p in folder.files),
+        "path": str(path),
+        "kind": kind,
+        "container": container,
+        "bytes": nbytes,
         **_sums(entries),
-        "metadata": dict(folder.config),
+        "metadata": metadata,
         "tensors": entries,
     }
 
@@ -104,31 +132,3 @@ def _abbreviated(file: GGUF, key: str) -> Any:
     if n <= 64:
         return file[key]
     return {"type": file.value_type(key).name, "length": n, "first": file.first_entries(key, SHOWN)}
-
-
-def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:
-    out.line(f"{facts['path']}: {facts['kind']}")
-    listed = "" if tensors else " (--tensors lists them)"
-    out.line(
-        f"{facts['container']}, {_types.size(facts['bytes'])}, {facts['parameters']:,} "
-        f"parameters, {len(facts['tensors'])} tensors{listed}"
-    )
-    rows = [
-        (t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
-        for t, s in facts["types"].items()
-    ]
-    out.table("Types", ("type", "tensors", "parameters", "size"), rows)
-    out.table("Metadata", ("key", "value"), [(k, _text(v)) for k, v in facts["metadata"].items()])
-    if tensors:
-        rows = [
-            (t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
-            for t in facts["tensors"]
-        ]
-        out.table("Tensors", ("name", "shape", "type", "size"), rows)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict) and set(value) == {"type", "length", "first"}:
-        return f"{value['type']}[{value['length']}] {str(value['first'])[1:-1]}, ..."
-    text = str(value)
-    return text if len(text) <= 100 else text[:97] + "..."

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import fused, regular_files
+from g4spec.gguf import fused, other_formats, regular_files
 from g4spec.gguf.atomic import check_writable
 from g4spec.gguf.reader import GGUF, is_gguf
 from g4spec.gguf.values import KV, ValueType, array, string, u32
@@ -115,6 +115,12 @@ def read(path: Path) -> Imatrix:
             raise InputError(f"{path}: {CHUNKS} or {CHUNK_SIZE} is missing or not a number")
         names = [str(x) for x in datasets] if isinstance(datasets, list) else []
         return Imatrix(entries, chunks, size, names, path.name, path)
+
+
+def is_older(path: Path) -> bool:
+    """True if a file begins as one of the older format."""
+    with regular_files.open_regular(path) as file:
+        return other_formats.is_older_imatrix(file.read(other_formats.BEGIN))
 
 
 def _read_older(path: Path) -> Imatrix:

@@ -32,6 +32,11 @@ _OLDER_IMATRIX = re.compile(rb".{8}(blk\.\d+\.[a-z_]+|output|token_embd)\.weight
 """Count of matrices, length of the first one's name, and the name."""
 
 
+def is_older_imatrix(begin: bytes) -> bool:
+    """True for the beginning of an importance matrix by an older llama-imatrix."""
+    return _OLDER_IMATRIX.match(begin) is not None
+
+
 def fix(path: Path, begin: bytes) -> str | None:
     """Return a fix for a file with this beginning; None if it is nothing known."""
     for signature, known in _SIGNATURES.items():
@@ -42,7 +47,7 @@ def fix(path: Path, begin: bytes) -> str | None:
         stores = [p.parent for p in path.absolute().parents if p.name == "manifests"]
         where = stores[0] / "blobs" / blob if stores else f"models/blobs/{blob}"
         return f"a manifest of Ollama: give the blob of its model, {where}"
-    if _OLDER_IMATRIX.match(begin):
+    if is_older_imatrix(begin):
         return "an importance matrix of an older llama.cpp, which is for quantizing: name a model"
     if begin[8:10] == b'{"':
         return "a safetensors file: give the folder of its checkpoint"

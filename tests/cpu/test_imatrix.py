@@ -142,6 +142,20 @@ def test_the_older_format_is_read(tmp_path: Path) -> None:
         imatrix.read(path)
 
 
+def test_inspect_lists_the_older_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "imatrix.dat"
+    entries = {"blk.0.attn_q.weight": (2, [2.0, 6, 5, 5]), "output.weight": (1, [3.0, 1])}
+    path.write_bytes(older(entries, struct.pack("<2i", 7, 5) + b"a.txt"))
+    assert cli.run(["inspect", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kind"] == "importance matrix" and found["parameters"] == 6
+    assert found["metadata"] == {"imatrix.chunk_count": 7, "imatrix.datasets": ["a.txt"]}
+    assert [t["name"] for t in found["tensors"]] == [f"{name}.in_sum2" for name in entries]
+    path.write_bytes(path.read_bytes()[:60])
+    assert cli.run(["inspect", str(path)]) == 3
+    assert "not an importance matrix, or truncated" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fault", ["text", "model", "negative", "nan", "counts", "f16", "chunks"])
 def test_other_files_are_refused_as_imatrix(fault: str, tmp_path: Path, source: Path) -> None:
     path = tmp_path / "x.gguf"
