@@ -14,6 +14,7 @@ Method:
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 from g4spec import ranges
 from g4spec.core import MAX_DRAFT
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.measure.bench_summary import ALL, SCHEMA, DraftLength, Sample, SweepRow, summarize
 from g4spec.measure.prompts import BenchPrompt, title
 from g4spec.models.drafter import WeightedDrafter
@@ -144,8 +145,8 @@ def sweep(
     Args:
         idle: `memory_in_use()` before the engine was loaded, to report the growth.
 
-    Raises InputError if two prompts are equal, and KeyboardInterrupt if it comes before the first
-    prompt is measured.
+    Raises InputError if two prompts are equal, EnvironmentProblem if the clock stands still, and
+    KeyboardInterrupt if it comes before the first prompt is measured.
     """
     ids_of = encode_prompts(engine, prompts, config.n_predict)
     result = SweepResult(config, [], [], {}, list(engine.notes), {}, engine=engine_options(engine))
@@ -191,9 +192,21 @@ def _sum_up(turns: Sequence[PromptRuns], result: SweepResult, ids_of: dict[str, 
 
 def _warm_up(engine: Engine, config: BenchConfig) -> None:
     """Run every setting once on another prompt."""
-    warm = engine.tokenizer.encode(WARM_UP)
+    warm, began = engine.tokenizer.encode(WARM_UP), time.perf_counter()
     for length in config.lengths:
         list(engine.generate(warm, config.options(length, min(16, config.n_predict))))
+    check_clock(began)
+
+
+def check_clock(began: float) -> None:
+    """Raise EnvironmentProblem if no time has passed since `began`, although a text was made."""
+    if time.perf_counter() == began:
+        raise EnvironmentProblem(
+            "the clock of this machine stands still: nothing can be measured",
+            expected="time.perf_counter() to advance while a text is generated",
+            found=f"{began:g} before and after",
+            fix="measure outside of the sandbox or emulator that stops it",
+        )
 
 
 def repetition(ids: Sequence[int]) -> float:

@@ -26,6 +26,7 @@ from g4spec.measure.bench import (
     BenchConfig,
     Progress,
     TextDifference,
+    check_clock,
     differences,
     encode_prompts,
     engine_options,
@@ -141,8 +142,8 @@ def sweep(
 ) -> StreamsResult:
     """Measure every draft length with `streams` concurrent requests.
 
-    Raises InputError if two prompts are equal, and KeyboardInterrupt if it comes before plain
-    decoding is measured.
+    Raises InputError if two prompts are equal, EnvironmentProblem if the clock stands still, and
+    KeyboardInterrupt if it comes before plain decoding is measured.
     """
     assert streams <= engine.pool.space.n_slots, streams
     texts = list(encode_prompts(engine, prompts, config.n_predict).items())
@@ -178,10 +179,11 @@ def sweep(
 
 def _warm_up(engine: Engine, config: BenchConfig, streams: int) -> None:
     """Run every setting once on another prompt."""
-    warm = engine.tokenizer.encode(WARM_UP)
+    warm, began = engine.tokenizer.encode(WARM_UP), time.perf_counter()
     for length in config.lengths:
         few = config.options(length, min(16, config.n_predict))
         answer_prompts(engine, [("warm-up", warm)] * streams, few, streams)
+    check_clock(began)
 
 
 def answer_prompts(

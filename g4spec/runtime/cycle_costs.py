@@ -5,6 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
+SHORTEST = 1e-6
+"""Least seconds of a cycle. A clock that is coarse or stands still measures 0."""
+
 
 def bucket(count: int) -> int:
     """Return the number of sequences, or of rows of each, to which a recorded step pads so many:
@@ -41,7 +44,7 @@ class CycleCosts:
         self.padded, self.context, self._per_byte = padded, 0.0, per_byte
         self._tables: dict[int, dict[int, float]] = {}
         for (requests, count), seconds in sorted(measured.items()):
-            self._tables.setdefault(requests, {})[count] = seconds
+            self._tables.setdefault(requests, {})[count] = max(seconds, SHORTEST)
         assert all(0 in t and len(t) > 1 for t in self._tables.values()), measured
         self._requests = list(self._tables)
         # 0 is plain decoding, without a draft: it never takes part in the interpolation.
@@ -70,7 +73,7 @@ class CycleCosts:
 
     def update(self, counts: Sequence[int], seconds: float, weight: float = 0.2) -> None:
         """Learn from a cycle that took `seconds`."""
-        change = 1 + weight * (seconds / self(counts) - 1)
+        change = 1 + weight * (max(seconds, SHORTEST) / self(counts) - 1)
         if any(counts):
             self._drafted = self._factors[1] * change
             self._plain_then = self._plain * min(1.0, self._drafted / self._drafted_then)

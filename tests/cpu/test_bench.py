@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from g4spec.cli import demo
 from g4spec.core import MAX_DRAFT, Batch, Pick
-from g4spec.errors import InputError, UsageError
-from g4spec.measure import bench, draft_lengths
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.measure import bench, bench_streams, draft_lengths
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import (
     CATEGORIES,
@@ -83,6 +84,19 @@ def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -
     first = result.differences[0]
     assert first.index is not None and first.plain != first.speculative
     assert result.json({}, {})["identical"] is False
+
+
+@pytest.mark.parametrize("streams", [0, 2])
+def test_a_clock_that_stands_still_is_named(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths are chosen and texts made without one, but nothing is measured."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 7.0)
+    made = bench_engine.engine(parallel=max(streams, 1))
+    config = bench.BenchConfig((0, "auto"), n_predict=20, repeats=1, ignore_eos=True)
+    with pytest.raises(EnvironmentProblem, match="clock of this machine stands still"):
+        if streams:
+            bench_streams.sweep(made, bench_engine.prompts(1), config, streams)
+        else:
+            bench.sweep(made, bench_engine.prompts(1), config)
 
 
 def test_a_useless_draft_is_slower_and_not_recommended() -> None:

@@ -285,6 +285,15 @@ def test_costs_follow_the_context() -> None:
     assert costs[15] == pytest.approx(4.5, rel=0.02)
 
 
+def test_times_of_zero_are_those_of_a_coarse_clock() -> None:
+    """Each cycle that takes no time makes all cheaper, down to the shortest that counts."""
+    auto = Auto({0: 0.0, 1: 0.0, 15: 0.0})
+    for _ in range(4000):
+        count = auto.next(15)
+        auto.observe(count, count, 0.0)
+    assert auto.step > 0
+
+
 def test_a_busy_machine_does_not_end_drafting() -> None:
     table = MACHINES["31B on an H200, llama.cpp"]
     rng, spent, tokens = random.Random(2), 0.0, 0
