@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 from g4spec.cli import (
@@ -38,7 +39,7 @@ class Command(TyperCommand):
         line = CommandLine.read(ctx, params, args)
         Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
-            return super().parse_args(ctx, ["--help"])
+            _show_help(ctx)
         if len(line.words) > sum(map(_likely_options.is_argument, params)):
             raise _argument_errors.unexpected(ctx, params, line.words, line.values)
         if "" in line.words and not any(p.name == "text" for p in params):
@@ -66,12 +67,18 @@ class Group(TyperGroup):
         line = CommandLine.read(ctx, params, args, has_subcommands=True)
         Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
-            return super().parse_args(ctx, ["--help"])
+            _show_help(ctx)
         if line.words and line.words[0] not in self.commands:
             if _likely_options.meant(params, line.words, line.values):
                 raise _argument_errors.unexpected(ctx, params, line.words, line.values)
             raise _argument_errors.unknown_command(ctx, list(self.commands), line.words[0])
         return _parse(super().parse_args, ctx, line)
+
+
+def _show_help(context: Any) -> NoReturn:
+    """Print the help text and end the run."""
+    Output().stream(context.get_help() + "\n")
+    raise typer.Exit
 
 
 def _parse(parse: Callable[..., list[str]], context: Any, line: CommandLine) -> list[str]:

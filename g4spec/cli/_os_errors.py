@@ -10,6 +10,7 @@ import os
 
 import typer
 
+from g4spec.cli.render import STDOUT
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
 
 _INPUT_FIXES = {
@@ -110,6 +111,7 @@ def _from_os_error(problem: OSError) -> G4Error | None:
     if problem.errno is None:
         return None
     where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
+    where = " to stdout" if problem.filename == STDOUT else where
     reason = (problem.strerror or os.strerror(problem.errno)).lower()
     if "temporary directory" in reason:  # tempfile.gettempdir
         return EnvironmentProblem(reason, fix="set TMPDIR to a folder that can be written to")

@@ -63,6 +63,10 @@ _STYLE_CODES = re.compile(r"(\x1b\[[0-9;]*m)")
 _DEL_AND_C1 = re.compile("[\x7f-\x9f]")
 
 
+STDOUT = "<stdout>"
+"""File name in errors of writing to stdout, as Python calls it."""
+
+
 def has_colours(file: TextIO) -> bool:
     """Return True if `file` is a terminal with colours enabled (https://no-color.org)."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -109,6 +113,8 @@ def _print(text: str, file: TextIO, end: str = "\n") -> None:
         discard(file)
         if isinstance(problem, BrokenPipeError):
             raise typer.Exit(CLOSED_PIPE) from None
+        if file is sys.stdout:
+            problem.filename = STDOUT
         raise
 
 
