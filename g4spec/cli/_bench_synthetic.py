@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from g4spec.cli import _bench_results, _engine, _option_checks, _signals
+from g4spec.cli._os_errors import check_working_folder
 from g4spec.cli._output_files import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
@@ -69,6 +70,7 @@ def run(
     save: Path | None,
 ) -> None:
     """Measure and show; also times the context length of `setup`."""
+    check_working_folder()
     from g4spec.measure import synthetic_bench
     from g4spec.runtime import devices
 

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from g4spec.cli import _missing_models
+from g4spec.cli._os_errors import check_working_folder
 from g4spec.cli.render import Output
 from g4spec.errors import InputError
 
@@ -55,19 +57,12 @@ def cache_folder() -> Path:
 
 
 def check_exists(*models: Path | str | None) -> None:
-    """Raise InputError for a model that is neither an existing path nor can be a hub id.
-
-    Call it before importing torch, which takes seconds.
+    """Raise InputError for a model that is neither an existing path nor can be a hub id, and
+    EnvironmentProblem in a deleted folder. Call it before importing torch, which takes seconds.
     """
+    check_working_folder()
     for path in (Path(m) for m in models if m is not None and m != NGRAM):
-        if path.exists():
-            continue
-        from g4spec.convert import hub_id
-
-        if not hub_id.is_remote(path):
-            from g4spec.cli import _missing_models
-
-            raise _missing_models.error(path)
+        _missing_models.check(path)
 
 
 def resolve(
@@ -78,7 +73,7 @@ def resolve(
 ) -> Path:
     """Return the path of a file or folder; download it into the hub's cache if it is a hub id.
     `choose`: see `hub.resolve`."""
-    check_exists(name)
+    _missing_models.check(name)
     from g4spec.convert import hub
 
     path, notes = hub.resolve(name, want, choose)

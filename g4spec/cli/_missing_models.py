@@ -16,6 +16,16 @@ _PAGE = re.compile(  # a path has one slash where an address has two
 )
 
 
+def check(path: Path) -> None:
+    """Raise InputError for a path that does not exist and cannot be a hub id."""
+    if path.exists():
+        return
+    from g4spec.convert import hub_id
+
+    if not hub_id.is_remote(path):
+        raise error(path)
+
+
 def error(path: Path) -> InputError:
     """Return the error for a path that does not exist, or is a link to nothing or in a circle.
 

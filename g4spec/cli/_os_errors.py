@@ -106,6 +106,24 @@ def _is_out_of_memory(problem: Exception) -> bool:
     return type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem)
 
 
+def check_working_folder() -> None:
+    """Raise EnvironmentProblem in a folder that was deleted, where torch cannot be imported."""
+    if (error := _deleted_folder()) is not None:
+        raise error
+
+
+def _deleted_folder() -> EnvironmentProblem | None:
+    """Return the error for a working folder that was deleted; None if it exists."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return EnvironmentProblem(
+            f"the working folder {os.environ.get('PWD', '')} was deleted",
+            fix="change to a folder that exists, and run the command again",
+        )
+    return None
+
+
 def _from_os_error(problem: OSError) -> G4Error | None:
     """Return an error for an `OSError`; None if it has no errno."""
     if problem.errno is None:
@@ -116,7 +134,8 @@ def _from_os_error(problem: OSError) -> G4Error | None:
     if "temporary directory" in reason:  # tempfile.gettempdir
         return EnvironmentProblem(reason, fix="set TMPDIR to a folder that can be written to")
     if problem.errno in _INPUT_FIXES:
-        return InputError(f"cannot open{where}: {reason}", fix=_INPUT_FIXES[problem.errno])
+        gone = None if problem.filename else _deleted_folder()  # os.getcwd names no file
+        return gone or InputError(f"cannot open{where}: {reason}", fix=_INPUT_FIXES[problem.errno])
     if problem.errno == errno.EBADF:  # see `cli._open_closed_streams`
         return EnvironmentProblem("cannot write: stdout is closed", fix="redirect it to a file")
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):

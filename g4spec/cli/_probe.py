@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from g4spec.cli._os_errors import check_working_folder
 from g4spec.cli.render import Output
 from g4spec.errors import InputError, UsageError
 
@@ -19,6 +20,7 @@ def check(target: Path | None) -> None:
     """Raise an error if --probe cannot run, before any file is read."""
     if target is None:
         raise UsageError("--probe needs the draft's target", fix="pass it with --target")
+    check_working_folder()
     from g4spec.measure import draft_probe  # noqa: F401  (needs torch)
 
 

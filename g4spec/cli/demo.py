@@ -11,6 +11,7 @@ import typer
 
 from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
 from g4spec.cli._demo_family import DRAFTS
+from g4spec.cli._os_errors import check_working_folder
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
 
@@ -43,6 +44,7 @@ def command(
     began = time.perf_counter()
     out = Output(json, quiet)
     source = _demo_family.find(family)
+    check_working_folder()
     from g4spec.gguf import atomic
     from g4spec.measure import bench
 

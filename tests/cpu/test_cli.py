@@ -167,6 +167,23 @@ def test_full_disk_on_stdout(words: str) -> None:
     )
 
 
+def test_a_deleted_working_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch cannot be imported there; commands without it run if their paths are absolute."""
+    gone, model = tmp_path / "gone", tmp_path / "m.gguf"
+    gone.mkdir()
+    model.write_bytes(b"GGUF")
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("PWD", str(gone))
+    gone.rmdir()
+    for line in (["generate", "-m", str(model), "-p", "x"], ["convert", "x", "-o", "y.gguf"]):
+        assert cli.run(line) == 4
+        assert f"the working folder {gone} was deleted. Change to" in capsys.readouterr().err
+    assert cli.run(["inspect", str(model)]) == 3
+    assert str(model) in capsys.readouterr().err
+
+
 def test_a_socks_proxy_without_its_package() -> None:
     error = as_error(ImportError("Using SOCKS proxy, but the 'socksio' package is not installed."))
     assert isinstance(error, EnvironmentProblem) and "ALL_PROXY" in str(error)
