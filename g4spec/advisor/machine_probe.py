@@ -23,6 +23,7 @@ from g4spec.advisor.cards import find_card
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import Gpu, Machine, Measurement
 from g4spec.advisor.schema import OtherGpuFact
+from g4spec.advisor.torch_build import torch_arches
 
 PACKAGES = (
     "vllm",
@@ -207,24 +208,38 @@ def _text(value: Any) -> str:
 
 def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[Any]:
     """Return the devices that CUDA_VISIBLE_DEVICES selects, by index or UUID prefix. As CUDA does,
-    stop at the first invalid entry. NVML itself ignores the variable."""
+    stop at the first invalid entry, and after an instance of a GPU (MIG), of which a process can
+    use one. NVML itself ignores the variable."""
     if wanted is None:
         return handles
-    ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in handles]
-    out = []
+    known = [*handles, *_instances(ask, handles)]
+    ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in known]
+    out: list[Any] = []
     for word in wanted.split(","):
         name = word.strip()
         if name.isdigit() and int(name) < len(handles):
             found = handles[int(name)]
         else:
-            starts = [h for h, id in zip(handles, ids, strict=True) if name and id.startswith(name)]
+            starts = [h for h, id in zip(known, ids, strict=True) if name and id.startswith(name)]
             if len(starts) != 1:
                 break
             found = starts[0]
-        if found in out:
+        if found in out or (out and found not in handles):
             break
         out.append(found)
+        if found not in handles:
+            break
     return out
+
+
+def _instances(ask: _NvmlCalls, handles: list[Any]) -> list[Any]:
+    """Return the instances of the GPUs that are split into such (MIG)."""
+    found = [
+        ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+        for handle in handles
+        for i in range(ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    ]
+    return [instance for instance in found if instance is not None]
 
 
 def _gpus(
@@ -303,22 +318,27 @@ def _gpu(
     facts: Facts, ask: _NvmlCalls, handle: Any, memory: Mapping[str, int], notes: list[str]
 ) -> Gpu:
     name = (ask.text("nvmlDeviceGetName", handle) or "unknown GPU")[:NAME_ONLY_LIMIT]
-    card = find_card(facts, name)
-    cc = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    whole = ask("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
+    if whole is not None:
+        gpu = ask.text("nvmlDeviceGetName", whole)
+        notes.append(f"{name}: a MIG instance, a part of {gpu}; its bandwidth is not known")
+    card = find_card(facts, name) if whole is None else None
+    cc = ask("nvmlDeviceGetCudaComputeCapability", handle if whole is None else whole)
     info = ask("nvmlDeviceGetMemoryInfo", handle)
     total, free = (info.total, info.free) if info is not None else (None, None)
     unified = bool(card and card.unified)
     ram = memory.get("MemTotal")
-    if total and ram and abs(total - ram) < 0.1 * ram and card is None:
+    if total and ram and abs(total - ram) < 0.1 * ram and card is None and whole is None:
         unified = True
     if unified or total is None:
         # NVML does not report memory on GB10; elsewhere it counts the page cache as used.
         total, free = ram, memory.get("MemAvailable")
         notes.append(f"{name}: memory is shared with the CPU and read from /proc/meminfo")
     others = tuple(_processes(ask, handle))
-    bandwidth = _bandwidth(
-        ask, handle, card.bandwidth if card else (), card.memory if card else (), total
-    )
+    bandwidth = None
+    if whole is None:
+        listed, sizes = (card.bandwidth, card.memory) if card else ((), ())
+        bandwidth = _bandwidth(ask, handle, listed, sizes, total)
     return Gpu(
         name,
         tuple(cc) if cc is not None else None,
@@ -360,36 +380,3 @@ def _processes(ask: _NvmlCalls, handle: Any) -> Iterator[str]:
             )
             name = ask.text("nvmlSystemGetProcessName", process.pid) or f"process {process.pid}"
             yield f"{Path(name).name[:40]} ({used})"
-
-
-# ---- torch, without importing it
-
-
-def torch_arches() -> tuple[str, ...]:
-    """Return the compute capabilities that the installed torch has machine code for, as `8.6`.
-
-    torch is not imported: that takes seconds and a CUDA context. The list is compiled into its
-    Python library as one string, `sm_75 sm_80 ... compute_120`; `()` for builds without CUDA.
-    """
-    library = "torch_python.dll" if platform.system() == "Windows" else "libtorch_python.so"
-    try:
-        path = metadata.distribution("torch").locate_file(f"torch/lib/{library}")
-        found = _arch_list(Path(str(path)))
-    except (metadata.PackageNotFoundError, OSError):
-        return ()
-    return tuple(f"{a[:-1]}.{a[-1]}" for a in found)
-
-
-_ARCHES = re.compile(rb"sm_(\d{2,3})[af]?(?: (?:sm|compute)_\d{2,3}[af]?)+")
-
-
-def _arch_list(path: Path) -> list[str]:
-    """Return the first list of architectures in a shared library (tens of MB)."""
-    import mmap
-
-    with path.open("rb") as file:
-        if not file.seek(0, 2):
-            return []
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _ARCHES.search(data)
-            return re.findall(r"sm_(\d{2,3})", found[0].decode()) if found else []

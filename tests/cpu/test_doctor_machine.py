@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from g4spec.advisor import doctor_report as report
-from g4spec.advisor import machine_probe, network
+from g4spec.advisor import machine_probe, network, torch_build
 from g4spec.advisor.cards import assume, find_card
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
@@ -168,6 +168,50 @@ def test_visible_devices(
         assert [g.card for g in m.gpus] == ["rtx-5090", "rtx-3090"]
 
 
+@pytest.mark.parametrize(
+    ("value", "memory"),
+    [
+        ("MIG-b1", [10]),
+        ("MIG-a", [20]),
+        ("MIG-b1,MIG-a1", [10]),  # CUDA takes one instance
+        ("GPU-a1,MIG-b1", [80]),
+        ("MIG-c1", []),
+        ("MIG-", []),
+    ],
+)
+def test_an_instance_of_a_gpu_is_visible(
+    value: str, memory: list[int], monkeypatch: pytest.MonkeyPatch, system: System
+) -> None:
+    """An instance has memory and a name, but no capability and no card of its own."""
+    sizes = [("A100-SXM4-80GB", (8, 0), 80), ("A100 MIG 2g.20gb", None, 20)]
+    sizes.append(("A100 MIG 1g.10gb", None, 10))
+    nvml: Any = Nvml([(f"NVIDIA {name}", cc, n << 30, n << 30) for name, cc, n in sizes])
+    nvml.nvmlDeviceGetCount = lambda: 1
+    nvml.nvmlDeviceGetUUID = lambda h: ("GPU-a1", "MIG-a1", "MIG-b1")[h]
+    nvml.nvmlDeviceGetMaxMigDeviceCount = lambda h: 7
+    nvml.nvmlDeviceGetMigDeviceHandleByIndex = nvml_instance
+    nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = nvml_parent
+    system.env = {"CUDA_VISIBLE_DEVICES": value}
+    m = look(monkeypatch, nvml, system)
+    assert [g.memory for g in m.gpus] == [n << 30 for n in memory]
+    assert all(g.cc == (8, 0) for g in m.gpus)
+    if memory == [10]:
+        assert m.gpus[0].card is None and m.bandwidth is None
+        assert any("a MIG instance, a part of NVIDIA A100-SXM4-80GB" in note for note in m.notes)
+
+
+def nvml_instance(h: int, i: int) -> int:
+    if h or i > 1:
+        raise FakeError
+    return 1 + i
+
+
+def nvml_parent(h: int) -> int:
+    if not h:
+        raise FakeError
+    return 0
+
+
 def test_gb10_reports_no_memory(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     m = look(monkeypatch, Nvml([("NVIDIA GB10", (12, 1), None, None)]), system)
     (gpu,) = m.gpus
@@ -236,11 +280,11 @@ def test_names_of_products(name: str, card: str | None) -> None:
 def test_torch_arches(tmp_path: Path) -> None:
     library = tmp_path / "libtorch_python.so"
     library.write_bytes(b"\x00" * 999 + b"sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120\x00")
-    assert machine_probe._arch_list(library) == ["75", "80", "86", "90", "100", "120"]
+    assert torch_build._arch_list(library) == ["75", "80", "86", "90", "100", "120"]
     library.write_bytes(b"\x00sm_80 alone\x00")
-    assert machine_probe._arch_list(library) == []
+    assert torch_build._arch_list(library) == []
     library.write_bytes(b"")
-    assert machine_probe._arch_list(library) == []
+    assert torch_build._arch_list(library) == []
 
 
 def test_torch_arches_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +294,8 @@ def test_torch_arches_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) ->
         paths.append(path)
         return ["86", "120"]
 
-    monkeypatch.setattr(machine_probe, "_arch_list", arch_list)
-    assert machine_probe.torch_arches() == ("8.6", "12.0")
+    monkeypatch.setattr(torch_build, "_arch_list", arch_list)
+    assert torch_build.torch_arches() == ("8.6", "12.0")
     assert paths[0].is_file()
 
 
