@@ -103,13 +103,14 @@ class Ops(SimpleOps):
             Queries [T, n_head, head_dim], or an empty tensor.
         """
         rotate = self.rope_interleaved if a.interleaved else self.rope
+        angles = self.angles(batch.positions, a.freqs)
 
         def heads(weight: Any) -> torch.Tensor:
             return self.linear(h, weight).view(len(h), -1, a.head_dim)
 
         def turned(y: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
             y = y if norm is None else self.rms_norm(y, norm, a.eps)
-            return rotate(y, batch.positions, a.freqs)
+            return rotate(y, angles)
 
         if a.k is not None:
             assert kv is not None

@@ -13,6 +13,7 @@ index.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ import torch.nn.functional as F
 
 TILE = 16
 """Number of rows that are always computed together."""
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines by which heads are rotated."""
 
 
 class SimpleOps:
@@ -88,22 +92,24 @@ class SimpleOps:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """Compute x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
-        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+        mean = (x * x).sum(-1, keepdim=True).div_(_number(x.shape[-1]))
+        y = x * mean.add_(_number(eps)).rsqrt_()
         return y if weight is None else y * weight
 
-    def rope(self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        """Rotate pairs (i, i + D/2) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
-        angle = positions.to(torch.float32)[:, None] * freqs[None, :]
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    def angles(self, positions: torch.Tensor, freqs: torch.Tensor) -> Angles:
+        """Return the cosines and sines of positions [T] * freqs [D/2] radians, [T, 1, D/2] each."""
+        angle = (positions.to(torch.float32)[:, None] * freqs[None, :])[:, None, :]
+        return angle.cos(), angle.sin()
+
+    def rope(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Rotate pairs (i, i + D/2) of x [T, n, D] by `angles`."""
+        cos, sin = angles
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
-    def rope_interleaved(
-        self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor
-    ) -> torch.Tensor:
-        """Rotate pairs (2 i, 2 i + 1) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
-        angle = positions.to(torch.float32)[:, None] * freqs[None, :]
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+    def rope_interleaved(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Rotate pairs (2 i, 2 i + 1) of x [T, n, D] by `angles`."""
+        cos, sin = angles
         a, b = x[..., 0::2], x[..., 1::2]
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
 
@@ -120,8 +126,9 @@ class SimpleOps:
 
     def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
         """Compute 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-        inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
-        return 0.5 * x * (1.0 + torch.tanh(inner))
+        cubes = (x * x).mul_(x).mul_(_number(0.044715))
+        inner = cubes.add_(x).mul_(_number(math.sqrt(2.0 / math.pi)))
+        return inner.tanh_().add_(_number(1.0)).mul_(x * _number(0.5))
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x / (1 + exp(-x))."""
@@ -174,6 +181,13 @@ def sum_in_order(x: torch.Tensor) -> torch.Tensor:
     for i in range(1, x.shape[1]):
         total = total + x[:, i]
     return total
+
+
+@lru_cache(256)
+def _number(value: float) -> torch.Tensor:
+    """Return a number as a tensor, which torch makes of each number of Python at each operation: a
+    tenth of the time of a step of a small model."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _tile(x: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,14 @@ def test_activations_and_norms_do_not_depend_on_place(width: int) -> None:
             assert torch.equal(op(x[row:])[0], want[row])
 
 
+def test_norms_and_gelu_have_the_bits_of_their_formulas() -> None:
+    x = 3 * torch.randn(TILE, 77, generator=torch.Generator().manual_seed(1))
+    norm = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(Ops().rms_norm(x, None, 1e-6), norm)
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
+    assert torch.equal(Ops().gelu_tanh(x), 0.5 * x * (1.0 + torch.tanh(inner)))
+
+
 @pytest.mark.parametrize("window", [None, 24])
 def test_attention_row_is_independent_of_row_count_place_and_length(window: int | None) -> None:
     ops, g = Ops(), torch.Generator().manual_seed(0)
