@@ -12,7 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all compiler test-kernels check package-check docs bench-cpu clean
+.PHONY: help demo test test-all compiler test-kernels check package-check docs bench-cpu clean install-torch \
+        install-others
 
 help:
 	@echo "make demo         set up, then do the whole job on the bundled model family"
@@ -78,10 +79,20 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e '.[docs]'
 	@touch $@
 
+# torch with its libraries is more than half of all that is installed: another pip does it beside
+# the rest. First comes what both need, so that they do not write the same files.
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
+	@$(PIP) filelock fsspec jinja2 typing-extensions
+	@$(MAKE) --no-print-directory -j2 install-torch install-others
 	@$(PIP) -e '.[test,dev,oracle]'
 	@touch $@ $(VENV)/.package
+
+install-torch:
+	@$(PIP) torch
+
+install-others:
+	@$(PIP) -e '.[dev,oracle]'
 
 $(VENV)/.oracle: $(VENV)/.tests
 	@# Their own requirements name builds of torchvision and torchaudio that are not needed here.
