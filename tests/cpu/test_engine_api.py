@@ -38,6 +38,8 @@ from g4spec.runtime.torch_settings import own_settings
 from tests.support import batch_invariance, memory_engine, tokens
 from tests.support import memory_models as mm
 
+SHALLOW = mm.target_config(3)
+"""Half the layers of other tests: what is tested here is above the model."""
 PROMPTS = [[2, *batch_invariance.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
 OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)
 
@@ -45,7 +47,7 @@ OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Return the texts of PROMPTS, each run on its own."""
-    engine = memory_engine.engine()
+    engine = memory_engine.engine(config=SHALLOW)
     out = []
     for prompt in PROMPTS:
         request = engine.generate(prompt, OPTIONS)
@@ -56,7 +58,8 @@ def texts() -> list[str]:
 
 def engine(parallel: int = 2, **shape: Any) -> Engine:
     return memory_engine.engine(
-        lambda target: ngram.Drafter(), parallel=parallel, **{"pool": 2000, **shape}
+        lambda target: ngram.Drafter(),
+        **{"config": SHALLOW, "parallel": parallel, "pool": 2000, **shape},
     )
 
 
@@ -110,7 +113,7 @@ def test_several_texts_of_one_prompt() -> None:
     assert request.choices[0] is request and len({r.text for r in request.choices}) == 3
     for i, choice in enumerate(request.choices):
         sampler = Sampler(temperature=1.0, seed=(2**64 - 1 + i) % 2**64)
-        alone = memory_engine.engine().generate(PROMPTS[0], Options(16, sampler))
+        alone = memory_engine.engine(config=SHALLOW).generate(PROMPTS[0], Options(16, sampler))
         assert list(alone) and alone.ids == choice.ids
         assert choice.choices is request.choices
 
@@ -394,7 +397,12 @@ def test_a_thousand_cancelled_requests_leak_nothing() -> None:
 
 
 def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
-    on = memory_engine.engine(mm.dflash_draft, parallel=2, prefix_bytes=1 << 20)
+    on = memory_engine.engine(
+        lambda target: mm.dflash_draft(target, target_layers=(1, 2, 3)),
+        config=SHALLOW,
+        parallel=2,
+        prefix_bytes=1 << 20,
+    )
     assert on.draft is not None
     done, half = on.submit(PROMPTS[0], OPTIONS), on.submit(PROMPTS[1], OPTIONS)
     list(done)
@@ -1347,7 +1355,7 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
     """A later request does not overtake even if it would fit earlier; a preempted one keeps its
     place."""
     rng = random.Random(2)
-    on = memory_engine.engine(parallel=4, n_ctx=512)
+    on = memory_engine.engine(config=SHALLOW, parallel=4, n_ctx=512)
     begun: list[int] = []
     begin = scheduler.Scheduler._try_admit
 
@@ -1373,7 +1381,7 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
 ) -> None:
     monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", 16)
     on = engine(3)
-    running = on.submit(PROMPTS[0], OPTIONS)
+    running = on.submit(PROMPTS[0], replace(OPTIONS, draft_max=0))
     while not running.ids:
         on.step()
     rows: list[int] = []
@@ -1417,9 +1425,9 @@ def test_whole_blocks_and_short_ends_share_the_room_between_cycles(
     """On a GPU a part of a prompt is whole blocks, and a short end counts as less than a block."""
     block, end, rng = 64, 16, random.Random(4)
     prompts = [[2, *batch_invariance.tokens(rng, n - 1)] for n in (150, 10, 64, 5, 130, 70)]
-    alone = memory_engine.engine(n_ctx=512)
+    alone = memory_engine.engine(config=SHALLOW, n_ctx=512)
     texts = [list(r) and r.text for r in (alone.generate(p, Options(8)) for p in prompts)]
-    on = memory_engine.engine(parallel=len(prompts) + 1, n_ctx=512, pool=4096)
+    on = memory_engine.engine(config=SHALLOW, parallel=len(prompts) + 1, n_ctx=512, pool=4096)
     monkeypatch.setattr(scheduler, "INTERLEAVED_ROWS", block)
     monkeypatch.setattr(on.backend, "block", block)
 
