@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+TOGETHER = ("tests/oracle", "tests/fuzz")
+"""Folders whose files one worker runs."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
@@ -23,13 +26,14 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Run the files of tests/oracle in one worker: the others need not import transformers' models
-    and speculators, which takes as long as importing all tests."""
+    """Run all files of tests/oracle in one worker: the others need not import transformers' models
+    and speculators, which takes as long as importing all tests. So are those of tests/fuzz: files
+    with few tests come last, and one there has two long ones, for which the other core waited."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneOracle(LoadFileScheduling):
+    class WholeFolders(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "tests/oracle" if file.startswith("tests/oracle/") else file
+            return next((f for f in TOGETHER if file.startswith(f"{f}/")), file)
 
-    return OneOracle(config, log) if config.getvalue("dist") == "loadfile" else None
+    return WholeFolders(config, log) if config.getvalue("dist") == "loadfile" else None
