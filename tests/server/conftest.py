@@ -10,6 +10,8 @@ import pytest
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
+from g4spec.server import engine_client
+from tests.server import forked_engines
 from tests.server.running_server import Served
 from tests.support.coarse_timing import coarse_timing  # noqa: F401
 
@@ -58,3 +60,9 @@ def busy(engines: Callable[..., Engine]) -> Iterator[Served]:
     served = Served(engines("dflash.gguf", n_ctx=2048, parallel=3, prefix_cache=64 << 20))
     yield served
     served.stop()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start engine processes without importing torch in each."""
+    monkeypatch.setattr(engine_client, "start_process", forked_engines.start_process)

@@ -308,6 +308,7 @@ def test_thinking_without_a_template_for_it(
     assert out.strip() and NO_EFFECT.format("--think") in err
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_a_server_that_thinks(
     template: str | None, family: Path, capsys: pytest.CaptureFixture[str]

@@ -37,7 +37,6 @@ from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.settings import Settings
 from tests.server import faulty_engines as faulty
-from tests.server import forked_engines
 from tests.server.conftest import TINY
 from tests.server.running_server import Served, wait
 from tests.support.selection import sample
@@ -69,12 +68,6 @@ def remote(client: EngineClient) -> Iterator[Served]:
     served = Served(client)
     yield served
     served.stop()
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start processes without importing torch in each; those of `client` are started as usual."""
-    monkeypatch.setattr(engine_client, "start_process", forked_engines.start_process)
 
 
 until = partial(wait, seconds=60)
