@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _bench_results, _signals
+from g4spec.cli import _bench_results, _engine, _signals
 from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
@@ -57,6 +57,7 @@ def run(
     if save is not None:  # first: showing fails if the reader of stdout has gone
         write(save, json.dumps(data, indent=1) + "\n", out)
     show(data, out)
+    _engine.note_ops_without_kernel(engine, out)
     out.result(data)
     _bench_results.raise_failures(data)
 

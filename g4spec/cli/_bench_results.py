@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _signals
+from g4spec.cli import _engine, _signals
 from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed
@@ -128,8 +128,7 @@ def run(
     data = result.json(origin, advice.json())
     write_files(data, out, save, report)  # first: showing fails if the reader of stdout has gone
     show(data, out)
-    if names := data["provenance"]["ops_without_kernel"]:
-        out.note(f"ran as torch ops on the GPU, slower than a kernel: {', '.join(names)}")
+    _engine.note_ops_without_kernel(engine, out)
     if with_averages:
         show_averages(data["rows"], out)
     out.result(data)

@@ -124,6 +124,5 @@ def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
 
 def note_ops_without_kernel(engine: Engine, out: Output) -> None:
     """Show the ops that ran on the GPU without a kernel of their own."""
-    names = sorted(engine.target.ops.without_kernel)
-    if names:
-        out.note(f"ran as torch ops on the GPU, slower than a kernel: {', '.join(names)}")
+    for note in engine.target.ops.kernel_notes():
+        out.note(note)

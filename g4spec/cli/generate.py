@@ -124,11 +124,11 @@ def _run(
         options = replace(options, n_predict=engine.n_ctx)
     drafting = engine.draft is not None and options.draft_max != 0
     run = engine.generate(ids, options)
-    _write(run, Writer(out, engine.tokenizer, options.stop, marking), drafting)
+    _write(engine, run, Writer(out, engine.tokenizer, options.stop, marking), drafting)
     _engine.note_ops_without_kernel(engine, out)
 
 
-def _write(run: Request, writer: Writer, drafting: bool) -> None:
+def _write(engine: Engine, run: Request, writer: Writer, drafting: bool) -> None:
     out, pressed = writer.out, None
     try:
         for cycle in run:
@@ -144,6 +144,7 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
     low = low_acceptance_note(*first, auto)
     out.note(low or (auto_note(run.stats) if auto else None))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
-    out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
+    data = {"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats}
+    out.result(data | {"ops_without_kernel": sorted(engine.target.ops.without_kernel)})
     if pressed:
         raise pressed

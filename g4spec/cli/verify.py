@@ -114,14 +114,14 @@ def command(
                 engine, cases_to_run, n_predict, parallel=parallel, progress=progress
             )
     _engine.note_ops_without_kernel(engine, out)
-    _show(verdict, out)
+    _show(verdict, sorted(engine.target.ops.without_kernel), out)
 
 
-def _show(verdict: VerifyResult, out: Output) -> None:
+def _show(verdict: VerifyResult, without_kernel: list[str], out: Output) -> None:
     """Show notes, verdict and acceptance; raise CheckFailed for a bad verdict."""
     for note in verdict.notes:
         out.note(note)
-    out.result(verdict.json())
+    out.result({**verdict.json(), "ops_without_kernel": without_kernel})
     if verdict.mismatch is not None:
         what = "the draft" if verdict.draft else "a batch with other texts"
         raise CheckFailed(f"{what} changed the text: {verdict.mismatch}")

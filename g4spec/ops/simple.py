@@ -41,6 +41,11 @@ class SimpleOps:
         self.device = torch.device(device)
         self.without_kernel: set[str] = set()
 
+    def kernel_notes(self) -> list[str]:
+        """Return a note that names the ops without a kernel of their own; nothing without any."""
+        names = ", ".join(sorted(self.without_kernel))
+        return [f"ran as torch ops on the GPU, slower than a kernel: {names}"] if names else []
+
     def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         """Copy a numpy array to the device: integers as int64, all others as float32."""
         index = data.dtype.kind in "iu"

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from g4spec.errors import EnvironmentProblem, G4Error
+from g4spec.ops.simple import SimpleOps
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Progress, Request, Stats
@@ -109,9 +110,11 @@ class _Unpickler(pickle.Unpickler):
 class RequestRelay:
     """Sends the progress of one request to the server."""
 
-    def __init__(self, number: int, request: Request, progress: bool, worker: Worker) -> None:
+    def __init__(
+        self, number: int, request: Request, progress: bool, worker: Worker, ops: SimpleOps
+    ) -> None:
         self._number, self._request, self._progress = number, request, progress
-        self._worker, self._begun, self._sent = worker, False, 0
+        self._worker, self._ops, self._begun, self._sent = worker, ops, False, 0
 
     def __call__(self) -> None:
         """Send new cycles and the end; called in the engine's thread."""
@@ -134,7 +137,7 @@ class RequestRelay:
                 "done",
                 self._number,
                 copy_stats(request.stats),
-                request.notes,
+                request.notes + self._ops.kernel_notes(),
                 error,
                 *self._new_text(),
             )
@@ -198,7 +201,8 @@ class Worker:
                 # The first progress report shows that prefill has begun.
                 request = engine.submit(list(prompt), replace(requested, progress=True))
                 self.requests[number] = request
-                request.listen(RequestRelay(number, request, requested.progress, self))
+                ops = engine.target.ops
+                request.listen(RequestRelay(number, request, requested.progress, self, ops))
         except G4Error as error:
             if engine.failed is None:  # otherwise the text is submitted to the next process
                 self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")

@@ -69,7 +69,8 @@ class LocalChat:
             async for cycle in cycles:
                 delta = assembler.cycle(cycle)
                 reply.content += answer_text(delta.events)
-                reply.timings, reply.notes = _timings(request.stats), request.notes
+                reply.timings = _timings(request.stats)
+                reply.notes = request.notes + self._engine.target.ops.kernel_notes()
                 pieces = _plain(delta.events)
                 if self._show_origins:
                     with_origins = show_origins.pieces(cycle, assembler.parts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import shutil
 import signal
 import subprocess
@@ -41,6 +43,37 @@ def test_the_same_text_with_and_without_a_draft(
     ]:
         drafted = g4spec.json("generate", "-m", target, *PROMPT, *sampling, *more)
         assert (drafted["ids"], drafted["text"]) == (plain["ids"], plain["text"]), more
+
+
+def test_ops_without_a_kernel_are_named(
+    files: tuple[str, str],
+    g4spec: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, where ops without a kernel run in torch. Only bench had them in its JSON; chat
+    and `bench --parallel` said nothing."""
+    load = Engine.load
+
+    def loaded(*args: Any, **options: Any) -> Engine:
+        engine = load(*args, **options)
+        engine.target.ops.without_kernel |= {"linear (float32)", "attend"}
+        return engine
+
+    monkeypatch.setattr(Engine, "load", loaded)
+    note = "slower than a kernel: attend, linear (float32)"
+    few = ("-m", files[0], "-c", 128)
+    for argv in (
+        ("generate", *few, "-md", files[1], "-p", "hello", "-n", 3),
+        ("verify", *few, "-md", files[1], "-p", "hello", "-n", 24, "--cases", 1, "--draft-max", 3),
+    ):
+        out, err = g4spec(*argv, "--json")
+        assert json.loads(out)["ops_without_kernel"] == ["attend", "linear (float32)"]
+        assert err.count(note) == 1
+    once = ("-p", "hello", "-n", 3, "--repeats", 1)
+    assert g4spec("bench", *few, *once)[1].count(note) == 1
+    assert g4spec("bench", *few, *once, "-np", 2)[1].count(note) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
+    assert g4spec("chat", *few, "-n", 2)[1].count(note) == 1
 
 
 @pytest.mark.parametrize("n_ctx", [2, 8, 16, 17, 18, 19])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -29,10 +30,12 @@ from g4spec.errors import (
     UsageError,
 )
 from g4spec.ops.sampling import NotFinite, Sampler
+from g4spec.ops.simple import SimpleOps
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
 from g4spec.server.engine_client import EngineClient
+from g4spec.server.engine_process import RequestRelay
 from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.settings import Settings
@@ -249,6 +252,20 @@ def test_timings_and_refusals_are_passed_on(remote: Served, client: EngineClient
     assert request.stats.stop_reason == "cancelled" and 0 < len(request.ids) < 400
     until(lambda: client.stats().idle)
     assert client.stats().pages_free + 8 > client.stats().pages
+
+
+def test_ops_without_a_kernel_are_noted(engines: Callable[..., Engine]) -> None:
+    """The server did not say which ops of a file run in torch on a GPU."""
+    request = engines(None, n_ctx=2048).submit([2, 9], Options(n_predict=1))
+    list(request)
+    sent, ops = list[tuple[Any, ...]](), SimpleOps()
+    ops.without_kernel |= {"linear (float32)", "attend"}
+    channel = SimpleNamespace(send=lambda *message: sent.append(message), send_now=print)
+    worker: Any = SimpleNamespace(channel=channel, requests={1: request})
+    RequestRelay(1, request, False, worker, ops)()
+    name, _, _, notes, *_ = sent[-1]
+    assert name == "done"
+    assert notes == ["ran as torch ops on the GPU, slower than a kernel: attend, linear (float32)"]
 
 
 def text_of(engine: Engine, prompt: list[int], options: Options) -> list[int]:
