@@ -59,6 +59,15 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert output.rstrip().endswith("length")
 
 
+def test_the_first_screen_shows_what_one_gets() -> None:
+    """The picture of the live view had been lost."""
+    first = PAGES[0].read_text(encoding="utf-8").split("\n## ")[0]
+    assert "g4spec serve" in first and "make demo" in first
+    pictures = re.findall(r"^!\[.+\]\((.+)\)$", first, re.MULTILINE)
+    assert pictures == ["docs/colours.png", "docs/live.png", "docs/sweep.png"]
+    assert all((ROOT / picture).exists() for picture in pictures)
+
+
 @pytest.mark.parametrize("command", ["bench", "verify"])
 def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = (line for line in LINES if line[:2] == ["g4spec", command])
