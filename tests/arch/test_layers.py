@@ -107,6 +107,13 @@ def test_sizes(file: Path) -> None:
     assert not long, f"bodies of more than 60 lines: {long}"
 
 
+def test_sizes_of_kernel_files() -> None:
+    """Only Python files were counted; two headers had grown longer."""
+    files = [*PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.cuh")]
+    lines = {file.name: len(file.read_text().splitlines()) for file in files}
+    assert len(lines) > 50 and {name: n for name, n in lines.items() if n > 400} == {}
+
+
 def test_tensors_do_not_take_the_default_type() -> None:
     """Any thread may change `torch.set_default_dtype` for the whole process, as transformers do
     while they load a model; kernels refused such tensors."""

@@ -1,7 +1,7 @@
 // Cache types (g4spec/runtime/cuda/cache/cache_types.py): how kernels write and read a row of keys or
 // values in a plane of the cache (g4spec/runtime/cuda/cache/cuda_kv.py). Q8: the type's number, 0 is
 // F16, 1 is Q8_0 (bytes q + 128, and a half-precision scale per 32 values). The kernels with tensor
-// cores copy whole tiles instead and have their own view (attention_tiles.cuh).
+// cores copy whole tiles instead and have their own view (attention_copies.cuh).
 #pragma once
 #include "head_vector.cuh"
 #include "prefill_kv_layout.cuh"

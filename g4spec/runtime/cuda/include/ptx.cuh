@@ -17,7 +17,6 @@ using i64 = long long;
 constexpr u32 FULL_MASK = 0xffffffffu;
 
 // ---- half precision: f16 in a u16, f16x2 in a u32 ----
-
 DEVICE u16 to_half(float x) {
   u16 h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
@@ -98,7 +97,6 @@ DEVICE u32 pack_bf16(float low, float high) {
 #endif
 
 // ---- approximations in one instruction ----
-
 DEVICE float exp2_approx(float x) {  // within 2 ulp; exp2(-inf) is 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -111,7 +109,6 @@ DEVICE float rcp_approx(float x) {  // within 1 ulp
 }
 
 // ---- integers ----
-
 template <int TABLE>
 DEVICE u32 lop3(u32 a, u32 b, u32 c) {
   u32 d;
@@ -194,7 +191,6 @@ DEVICE u32 clock_cycles() {  // low 32 bits of the SM's cycle counter
 }
 
 // ---- named barriers: bar.sync over a subset of the warps of a block ----
-
 DEVICE void named_barrier_sync(int id, int threads) {  // wait until `threads` have arrived
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -204,7 +200,6 @@ DEVICE void named_barrier_sync() {
 }
 
 // ---- memory ----
-
 DEVICE uint4 load_streaming(const void* p) {  // 16 bytes that are read once: not kept in L1
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -232,6 +227,7 @@ DEVICE u32 atomic_add_acq_rel(u32* p, u32 v) {
 }
 
 // ---- tensor cores: D[16 x 8] = A[16 x 16] B[16 x 8] + C ----
+
 // Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3), columns 2t, 2t + 1 and 2t + 8, 2t + 9;
 // B column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9; C and D rows g and g + 8, columns 2t, 2t + 1.
 
@@ -286,7 +282,6 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
 #endif
 
 // ---- mbarriers in shared memory, and the copies that complete on them ----
-
 #if ARCH >= 800
 DEVICE void mbarrier_init(u64* bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
@@ -375,6 +370,7 @@ DEVICE void cp_async_mbarrier_arrive(u64* bar) {  // arrive once this thread's c
 #endif
 
 // ---- programmatic dependent launch ----
+
 // A kernel may start while its predecessor still runs. Every thread calls `griddep_wait` before its first
 // write, and before its first read of data that the predecessor writes.
 // `griddep_launch_dependents` allows the next kernel to start. It orders no memory accesses.
@@ -391,7 +387,6 @@ DEVICE void griddep_launch_dependents() {
 }
 
 // ---- setmaxnreg: a warp group releases registers, another one acquires them ----
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N>
 DEVICE void setmaxnreg_dec() {
