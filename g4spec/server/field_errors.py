@@ -28,6 +28,14 @@ EXPECTED = {
 }
 """Allowed values, by the type of an error, or by the branch of a union if its value is no list."""
 
+SAME = (
+    ("stop", "stop_sequences"),
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("response_format", "text", "output_config"),
+)
+"""Names that different APIs have for the same field."""
+
 MAX_ERRORS = 20_000
 """Maximum number of errors to read: pydantic reads all or none, and each takes microseconds."""
 
@@ -63,18 +71,26 @@ def refused(error: ValidationError, value: Any, where: str, known: Sequence[str]
     path, errors = _first_invalid(error.errors(include_url=False), value)
     first, where = errors[0], spelled_path(path, where)
     if first["type"] == "extra_forbidden":
-        fix = did_you_mean(f"{path[-1]:.60}", known if len(path) == 1 else ()) or "remove it"
+        fields = known if len(path) == 1 else ()
+        fix = _renamed(path[-1], fields) or did_you_mean(f"{path[-1]:.60}", fields) or "remove it"
         name = where or "''"
         return RequestError(400, f"unknown field {name}; {fix}", param=where, code="unknown_field")
     if first["type"] == "missing":
         message = "missing; it is required"
     elif first["type"] == "none_required":
-        message = "not supported here; leave it out"
+        fix = _renamed(path[-1], known if len(path) == 1 else ()) or "leave it out"
+        message = f"not supported here; {fix}"
     else:
         *others, last = dict.fromkeys(map(_expected, errors))
         wanted = f"{', '.join(others)} or {last}" if others else last
         message = f"expected {wanted}, found {spelled(first['input'])}"
     return RequestError(400, f"{where}: {message}", param=where or None)
+
+
+def _renamed(name: int | str, known: Sequence[str]) -> str | None:
+    """Return "use ..." with the name that this API has for a field of another one."""
+    same = next((names for names in SAME if name in names), ())
+    return next((f"use {other}" for other in same if other != name and other in known), None)
 
 
 def _first_invalid(errors: Sequence[Any], value: Any) -> tuple[Path, list[Any]]:

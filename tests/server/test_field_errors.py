@@ -69,6 +69,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
         "messages[0].audio",
         "not supported here; leave it out",
     ),
+    (MESSAGES, {"stop": "x"}, "stop", "not supported here; use stop_sequences"),
     (CHAT, {"stop": 3}, "stop", "expected a string or a list of strings, found 3"),
     (CHAT, {"stop": ["a", 3]}, "stop[1]", "expected a string, found 3"),
     (CHAT, {"stream": 1}, "stream", "expected true or false, found 1"),
@@ -132,6 +133,24 @@ def test_a_field_is_named_once_with_what_is_allowed(
         assert error == {"type": "invalid_request_error", "message": error["message"]}
     else:
         assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    "path,name,other",
+    [
+        (CHAT, "stop_sequences", "stop"),
+        (CHAT, "max_output_tokens", "max_tokens"),
+        (MESSAGES, "max_completion_tokens", "max_tokens"),
+        (RESPONSES, "max_tokens", "max_output_tokens"),
+        (RESPONSES, "repeat_penalty", "repetition_penalty"),
+        (RESPONSES, "response_format", "text"),
+        (NATIVE, "max_completion_tokens", "max_tokens"),
+    ],
+)
+def test_fields_of_other_apis_are_named(busy: Served, path: str, name: str, other: str) -> None:
+    """The error of `stop_sequences` in a chat was "remove it"."""
+    error = busy.refused(path, {**SOUND[path], name: 1})
+    assert error["message"] == f"unknown field {name}; use {other}"
 
 
 def test_names_of_unknown_fields_are_shortened(busy: Served) -> None:
