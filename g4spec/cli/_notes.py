@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from g4spec.ops.sampling import Sampler
     from g4spec.runtime.tokenizer import Tokenizer
 
 MIN_PROPOSALS, LOW_ACCEPTANCE = 16, 0.04
@@ -35,9 +36,12 @@ def low_acceptance_note(drafted: int, accepted: int, auto: bool = False) -> str 
     )
 
 
-def greedy_note(**options: float) -> str | None:
+def greedy_note(sampler: Sampler) -> str | None:
     """Return a note on sampling options that have no effect at temperature 0, else None."""
-    names = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    options = () if sampler.temperature else ("top_k", "top_p", "min_p", "seed")
+    plain = type(sampler)()
+    given = [name for name in options if getattr(sampler, name) != getattr(plain, name)]
+    names = [f"--{name.replace('_', '-')}" for name in given]
     text = f"{', '.join(names)}: no effect at --temp 0 (greedy decoding)"
     return text if names else None
 

@@ -62,7 +62,7 @@ def command(
         _option_checks.refuse_without_effect(
             flags, _chat_options.LOCAL_ONLY, "with --url, the server decides"
         )
-    sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = _sampling_defaults.given(context.params)
     from g4spec.cli._conversation import Conversation
 
     with _loop() as loop, ExitStack() as stack:

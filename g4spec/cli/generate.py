@@ -99,8 +99,7 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
-    if not temp:
-        out.note(greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed))
+    out.note(greedy_note(sampler))
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)

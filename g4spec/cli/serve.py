@@ -15,6 +15,7 @@ from g4spec.cli import (
     _inputs,
     _option_checks,
     _options,
+    _sampling_defaults,
     _serve_http,
     _serve_limits,
     _serve_options,
@@ -83,7 +84,7 @@ def command(
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
     )
-    sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = _sampling_defaults.given(context.params)
     engine_options: dict[str, Any] = {
         "pool": pool,
         "prefix_cache": _serve_limits.check_prefix_cache(prefix_cache),
