@@ -47,6 +47,9 @@ RANGES = {
     "top_k": Range(lambda x: x >= 0, ">= 0 (0 keeps all)"),
     "top_p": Range(lambda x: 0 < x <= 1, "in (0, 1]", Real),
     "min_p": Range(lambda x: 0 <= x <= 1, "in [0, 1]", Real),
+    "top_n_sigma": Range(
+        lambda x: math.isfinite(x) and x >= 0, "a finite number >= 0 (0 keeps all)", Real
+    ),
     "seed": Range(lambda x: 0 <= x < 2**64, "in [0, 2^64)"),
     "repetition_penalty": Range(lambda x: 0.01 <= x <= 100, "in [0.01, 100] (1 is off)", Real),
     "presence_penalty": _OPENAI_PENALTY,

@@ -23,6 +23,7 @@ SAME = {
     "--n-predict": "--predict",  # of `serve`
     "-l": "--logit-bias",
     "--temperature": "--temp",
+    "--top-nsigma": "--top-n-sigma",
     "--draft": "--draft-max",
     "--draft-n": "--draft-max",
     "--cors-origins": "--cors-origin",
@@ -79,8 +80,7 @@ _REFUSED = {
     "-e --escape --no-escape": "-p has no escapes; for line breaks give a file with -f",
     "--samplers --sampling-seq --sampler-seq --mirostat --mirostat-lr --mirostat-ent --typical "
     "--typical-p --xtc-probability --xtc-threshold --dry-multiplier --dry-base "
-    "--dry-allowed-length --dry-penalty-last-n --dynatemp-range --dynatemp-exp --top-nsigma "
-    "--top-n-sigma": _SAMPLER,
+    "--dry-allowed-length --dry-penalty-last-n --dynatemp-range --dynatemp-exp": _SAMPLER,
     "--repeat-last-n": "penalties apply to the whole text",
     "--grammar --grammar-file -j --json-schema -jf --json-schema-file": (
         "`serve` takes a grammar or schema in the request"

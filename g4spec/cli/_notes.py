@@ -38,7 +38,7 @@ def low_acceptance_note(drafted: int, accepted: int, auto: bool = False) -> str 
 
 def greedy_note(sampler: Sampler) -> str | None:
     """Return a note on sampling options that have no effect at temperature 0, else None."""
-    options = () if sampler.temperature else ("top_k", "top_p", "min_p", "seed")
+    options = () if sampler.temperature else ("top_n_sigma", "top_k", "top_p", "min_p", "seed")
     plain = type(sampler)()
     given = [name for name in options if getattr(sampler, name) != getattr(plain, name)]
     names = [f"--{name.replace('_', '-')}" for name in given]

@@ -108,6 +108,13 @@ MinP = Annotated[
         help="Keep tokens with at least this fraction of the top probability; 0 keeps all.",
     ),
 ]
+TopNSigma = Annotated[
+    T,
+    typer.Option(
+        "--top-n-sigma",
+        help="Keep logits at most this many standard deviations below the top one; 0 keeps all.",
+    ),
+]
 Seed = Annotated[
     int, typer.Option("--seed", help="Random seed; the same seed gives the same text.")
 ]

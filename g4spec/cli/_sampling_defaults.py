@@ -18,13 +18,15 @@ PREFIX = "general.sampling."
 generation_config.json."""
 FIELDS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 """Part of a GGUF key after PREFIX, and parameter of `chat` and `serve` -> field of `Sampler`."""
+OPTIONS = FIELDS | {"top_n_sigma": "top_n_sigma"}
+"""The same, with parameters for which GGUF has no key."""
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Values if neither the command line nor the file has one: no filtering."""
 
 
 def given(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling options among a command's parameters, by field; None: not given."""
-    return {field: params[name] for name, field in FIELDS.items()}
+    return {field: params[name] for name, field in OPTIONS.items()}
 
 
 def sampler(path: Path, out: Output, **options: float | None) -> Sampler:

@@ -56,6 +56,7 @@ def measure(
     top_k: _options.TopK[int] = 0,
     top_p: _options.TopP[float] = 1.0,
     min_p: _options.MinP[float] = 0.0,
+    top_n_sigma: _options.TopNSigma[float] = 0.0,
     seed: _options.Seed = 0,
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
@@ -104,7 +105,7 @@ def measure(
 
         wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
         most = n_predict or (2048 if preset else 128)
-        sampler = Sampler(temp, top_k, top_p, min_p, seed)
+        sampler = Sampler(temp, top_k, top_p, min_p, seed, top_n_sigma=top_n_sigma)
         config = bench.BenchConfig(
             draft_lengths.parse_lengths(wanted, 15), most, repeats, sampler, ignore_eos
         )

@@ -36,6 +36,7 @@ def command(
     top_k: _options.TopK[int | None] = None,
     top_p: _options.TopP[float | None] = None,
     min_p: _options.MinP[float | None] = None,
+    top_n_sigma: _options.TopNSigma[float | None] = None,
     seed: _chat_options.Seed = None,
     draft_max: _options.DraftMax = "auto",
     ctx_size: _options.ContextSize = None,

@@ -43,6 +43,7 @@ def command(
     top_k: _options.TopK[int] = 0,
     top_p: _options.TopP[float] = 1.0,
     min_p: _options.MinP[float] = 0.0,
+    top_n_sigma: _options.TopNSigma[float] = 0.0,
     seed: _options.Seed = 0,
     logit_bias: _logit_options.LogitBias = None,
     repeat_penalty: _logit_options.RepeatPenalty = 1.0,
@@ -91,6 +92,7 @@ def command(
         repetition_penalty=repeat_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        top_n_sigma=top_n_sigma,
     )
     options = Options(
         1 if n_predict == -1 else n_predict,

@@ -55,6 +55,7 @@ def command(
     top_k: _options.TopK[int | None] = None,
     top_p: _options.TopP[float | None] = None,
     min_p: _options.MinP[float | None] = None,
+    top_n_sigma: _options.TopNSigma[float | None] = None,
     seed: _serve_options.Seed = None,
     n_predict: _serve_options.NPredict = None,
     draft_max: _serve_limits.DraftMax = "auto",

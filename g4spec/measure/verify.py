@@ -31,6 +31,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 20},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "top_n_sigma": 1.0},
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
 )
 """Sampler settings (fields of `Sampler`); each case has its own seed."""
@@ -78,8 +79,9 @@ class Mismatch:
             drafted, runs = "", ("alone", "with other texts")
         return (
             f"{self.case.prompt.name}, {drafted}temperature "
-            f"{s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}, min-p {s.min_p:g}, seed "
-            f"{s.seed}: token {self.index} is {side(self.plain)} {runs[0]}, "
+            f"{s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}, min-p {s.min_p:g}, "
+            f"top-n-sigma {s.top_n_sigma:g}, seed {s.seed}: "
+            f"token {self.index} is {side(self.plain)} {runs[0]}, "
             f"{side(self.speculative)} {runs[1]}"
         )
 

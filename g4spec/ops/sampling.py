@@ -37,6 +37,9 @@ decides."""
 MOST_TOKENS = 2**31 - 1
 """A top-k above this becomes 0, which keeps all tokens as well: kernels read 32 bits."""
 
+MOST_SIGMAS = 1e30
+"""A top-n-sigma above this becomes 0, which keeps all tokens as well: kernels read 32 bits."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -81,11 +84,20 @@ def gumbel(seed: int, position: int, n_vocab: int) -> torch.Tensor:
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
+def least_logit(logits: torch.Tensor, n: float) -> torch.Tensor:
+    """Return the largest of logits [V] minus `n` standard deviations of those that are not -inf."""
+    x = logits.double()
+    there = x != -math.inf
+    mean = x.masked_fill(~there, 0).sum() / there.sum()
+    variance = (x - mean).masked_fill(~there, 0).square().sum() / there.sum()
+    return x.max() - n * variance.sqrt()
+
+
 @dataclass(frozen=True, slots=True)
 class Sampler:
     """Sampling settings, and the choice of tokens. Logits are edited first, in this order: bias,
     penalties (repetition, frequency, presence), grammar mask, suppressed tokens. Then they are
-    filtered in the order of llama.cpp: top-k, top-p, min-p, temperature.
+    filtered in the order of llama.cpp: top-n-sigma, top-k, top-p, min-p, temperature.
 
     Bias and penalties need more than a row of logits: `g4spec.ops.logits.choose_rows` applies them.
     `choose` and the GPU kernels read raw logits and accept only a `plain` sampler.
@@ -106,6 +118,8 @@ class Sampler:
         presence_penalty: subtracted from the logit of each token that the output contains.
         frequency_penalty: subtracted once for each occurrence of the token in the output. Both as
             in OpenAI's API and vLLM: -2 to 2, 0 disables them, the prompt does not count.
+        top_n_sigma: keep candidates whose logit is at most this many standard deviations of the
+            logits below the largest, as in llama.cpp; 0 keeps all.
     """
 
     temperature: float = 0.0
@@ -118,9 +132,10 @@ class Sampler:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    top_n_sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", *EDITS[1:])
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "top_n_sigma", *EDITS[1:])
         ranges.check_fields(self, names)
         self._check_bias()
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -129,6 +144,8 @@ class Sampler:
             object.__setattr__(self, "temperature", MAX_TEMPERATURE)
         if self.top_k > MOST_TOKENS:
             object.__setattr__(self, "top_k", 0)
+        if self.top_n_sigma > MOST_SIGMAS:
+            object.__setattr__(self, "top_n_sigma", 0.0)
 
     def _check_bias(self) -> None:
         if isinstance(self.logit_bias, Mapping):
@@ -170,6 +187,11 @@ class Sampler:
     def plain(self) -> bool:
         """True if raw logits and a position suffice: no bias and no penalty."""
         return not self._edits()
+
+    @property
+    def filters(self) -> bool:
+        """True if candidates are removed by their logits."""
+        return bool(self.top_n_sigma or self.top_k or self.top_p < 1 or self.min_p)
 
     def _edits(self) -> list[str]:
         """Return the names of the enabled `EDITS`."""
@@ -230,9 +252,12 @@ class Sampler:
 
     def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits with removed candidates at -inf."""
-        if not self.top_k and self.top_p == 1 and not self.min_p:
+        if not self.filters:
             return logits
         values, ids = logits.sort(descending=True, stable=True)
+        if self.top_n_sigma:
+            keep = int((values >= least_logit(values, self.top_n_sigma)).sum())
+            values, ids = values[:keep], ids[:keep]
         if self.top_k:
             values, ids = values[: self.top_k], ids[: self.top_k]
         if self.top_p < 1:

@@ -132,14 +132,16 @@ DraftMax = Annotated[
 class Sampling(Body):
     """Sampling parameters of all requests.
 
-    top_k, min_p, repetition_penalty and ignore_eos are vLLM's. Specific to g4spec are draft_max,
-    the maximum draft length, and live, a secret that allows reading the text at /v1/live.
+    top_k, min_p, repetition_penalty and ignore_eos are vLLM's, top_n_sigma is llama.cpp's. Specific
+    to g4spec are draft_max, the maximum draft length, and live, a secret that allows reading the
+    text at /v1/live.
     """
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
+    top_n_sigma: float | None = Field(None, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

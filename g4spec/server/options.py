@@ -50,6 +50,7 @@ def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ())
         repetition_penalty=_or(fields.repetition_penalty, default.repetition_penalty),
         presence_penalty=_or(fields.presence_penalty, default.presence_penalty),
         frequency_penalty=_or(fields.frequency_penalty, default.frequency_penalty),
+        top_n_sigma=max(_or(fields.top_n_sigma, default.top_n_sigma), 0),
     )
 
 

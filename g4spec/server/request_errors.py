@@ -29,7 +29,8 @@ FIELDS = {
     name: name
     for name in (
         *("temperature", "top_k", "top_p", "min_p", "seed", "stop", "n", "logprobs", "logit_bias"),
-        *("repetition_penalty", "presence_penalty", "frequency_penalty", "draft_max"),
+        *("repetition_penalty", "presence_penalty", "frequency_penalty", "top_n_sigma"),
+        "draft_max",
     )
 } | {"n_predict": "max_tokens"}
 """Parameter of the engine -> field of a request, for messages (see `g4spec.errors.spell`)."""

@@ -62,6 +62,7 @@ def props(service: Service, disabled: Container[str]) -> dict[str, Any]:
                 "top_k": sampler.top_k,
                 "top_p": sampler.top_p,
                 "min_p": sampler.min_p,
+                "top_n_sigma": sampler.top_n_sigma,
                 "n_predict": service.settings.n_predict or -1,
                 "seed": -1 if service.settings.seed is None else service.settings.seed,
             },

@@ -126,6 +126,8 @@ WRONG = {
     "generate -m MODEL -p y -md no.gguf": "no.gguf: no such file or folder",
     "generate -m no.gguf -p y": "no.gguf: no such file or folder",
     "generate -m MODEL -f no.txt": "no.txt",
+    "chat -m MODEL --top-nsigma -1": "--top-nsigma: expected a finite number >= 0 (0 keeps all), "
+    "found -1.0",
     "chat -m MODEL --top-p 2": "--top-p: expected in (0, 1], found 2.0",
     "verify -m MODEL -md ngram --cases 0": "--cases: expected 1 to 100000, found 0",
     "verify -m MODEL -md ngram --draft-max 0": "--draft-max 0 drafts no tokens",

@@ -114,6 +114,7 @@ samplers = st.builds(
     repetition_penalty=st.sampled_from([1.0, 1.7, 0.5]),
     presence_penalty=st.sampled_from([0.0, 1.9]),
     frequency_penalty=st.sampled_from([0.0, 1.1, -0.7]),
+    top_n_sigma=st.sampled_from([0.0, 1.2]),
 )
 
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from g4spec.cli import generate
+from g4spec.cli import _llama_flags, _sampling_defaults, bench, chat, generate, serve
+from g4spec.cli._notes import greedy_note
 from g4spec.errors import UsageError
 from g4spec.measure import verify
 from g4spec.ops.sampling import EDITS, NotFinite, Sampler, gumbel, philox
 from g4spec.ranges import RANGES
 from g4spec.runtime.cuda.step import choose
-from g4spec.server import request_errors
+from g4spec.server import llamacpp, request_errors
 from g4spec.server.fields import Sampling
 from tests.fuzz import requests
 from tests.gpu import test_choose
@@ -69,10 +70,10 @@ def test_a_huge_temperature_chooses_no_suppressed_token(temperature: float) -> N
 
 @pytest.mark.parametrize("top_k", [2**31 - 1, 2**31, 2**80])
 def test_kernels_hold_the_largest_parameters(top_k: int) -> None:
-    sampler = Sampler(1e300, top_k, 1.0, 1.0, 2**64 - 1)
+    sampler = Sampler(1e300, top_k, 1.0, 1.0, 2**64 - 1, top_n_sigma=1e300)
     form = "<" + "".join(choose.NUMBERS.values())
     struct.pack(form, *(getattr(sampler, name) for name in choose.NUMBERS))
-    assert sampler.top_k == (top_k if top_k < 2**31 else 0)
+    assert sampler.top_k == (top_k if top_k < 2**31 else 0) and sampler.top_n_sigma == 0
 
 
 def test_suppressed_tokens_have_no_probability() -> None:
@@ -116,12 +117,31 @@ def test_samples_follow_the_distribution() -> None:
         ({"top_p": 0.7}, {0, 1}),
         ({"min_p": 0.2}, {0, 1}),
         ({"top_k": 3, "min_p": 0.3}, {0, 1}),
+        ({"top_n_sigma": 1.0}, {0, 1}),  # standard deviation: 1.118
+        ({"top_n_sigma": 2.7}, {0, 1, 2, 3}),
+        ({"top_n_sigma": 1.0, "top_k": 3}, {0, 1}),  # 0.816 among the first three
+        ({"top_n_sigma": 1e-9}, {0}),
     ],
 )
 def test_filters_keep_the_right_tokens(kw: dict[str, float], allowed: set[int]) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     sampler = Sampler(temperature=3.0, seed=1, **kw)  # type: ignore[arg-type]
     assert {sampler.choose(logits, p) for p in range(200)} == allowed
+
+
+@pytest.mark.parametrize("n", [0.3, 1.0, 1.5, 2.0, 5.0])
+def test_top_n_sigma_is_that_of_llama_cpp(n: float) -> None:
+    """As in llama-sampler.cpp: one value after the other, without those at -inf."""
+    generator = torch.Generator().manual_seed(int(10 * n))
+    for scale in (0.5, 4.0, 30.0):
+        row = (torch.randn(3000, generator=generator) * scale).tolist()
+        row[::7] = [-math.inf] * len(row[::7])
+        there = [x for x in row if x != -math.inf]
+        mean = sum(there) / len(there)
+        least = max(there) - n * math.sqrt(sum((x - mean) ** 2 for x in there) / len(there))
+        kept = Sampler(1.0, top_n_sigma=n).sampled_logits(torch.tensor(row)).tolist()
+        assert kept == [x if x >= least else -math.inf for x in row]
+        assert all(abs(x - least) > 1e-4 for x in there), "no value at the edge"
 
 
 def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
@@ -144,6 +164,8 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"min_p": -0.1},
+        {"top_n_sigma": -1.0},
+        {"top_n_sigma": math.inf},
         {"seed": -1},
         {"seed": 2**64},
         {"seed": 1.5},
@@ -205,6 +227,15 @@ def test_every_field_is_used_everywhere() -> None:
     spelt = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
     options = inspect.signature(generate.command).parameters
     assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
+    for command in (bench.measure, chat.command, serve.command):
+        options = inspect.signature(command).parameters
+        missing = {spelt.get(name, name) for name in choose.NUMBERS} - set(options)
+        assert not missing, command.__module__
+    asked = {*_sampling_defaults.OPTIONS.values()}
+    assert asked == {*choose.NUMBERS} - {"seed"}, "OPTIONS of cli/_sampling_defaults.py"
+    own = {f"--{spelt.get(name, name).replace('_', '-')}" for name in names}
+    assert not own & _llama_flags.REFUSED.keys(), "_REFUSED of cli/_llama_flags.py"
+    assert not names & llamacpp.DISABLED_VALUES.keys(), "DISABLED_VALUES of server/llamacpp.py"
     assert names <= set(Sampling.model_fields), "requests to the server"
     assert names <= request_errors.FIELDS.keys(), "error responses of the server"
     assert names <= requests.FIELDS.keys(), "requests of the fuzzer"
@@ -224,6 +255,9 @@ def test_every_filter_is_used_everywhere() -> None:
         assert (choose.mode_of(sampler, len(logits)) == "sampled") == (sampler == hot), drawn
         assert (sampler._filtered(logits) is logits) == (sampler == hot), drawn
     assert filters <= {name for setting in verify.SETTINGS for name in setting}, "g4spec verify"
+    off = {f"--{name.replace('_', '-')}" for name in filters}
+    named = greedy_note(Sampler(top_k=1, top_p=0.5, min_p=0.5, top_n_sigma=0.5)) or ""
+    assert off <= {*named.replace(",", "").replace(":", "").split()}, "greedy_note of cli/_notes.py"
     for name in filters:
         others = {getattr(s, name) for s in test_choose.SAMPLERS.values()}
         assert others > {getattr(hot, name)}, f"{name}: tests/gpu/test_choose.py"

@@ -163,6 +163,7 @@ SAMPLING = {
     "--top-k": INT,
     "--top-p": FLOAT,
     "--min-p": FLOAT,
+    "--top-n-sigma": FLOAT,
     "--ignore-eos": NONE,
 }
 LENGTH = _one("1", "2", "auto", "0", "15", "1,2", "sweep", *WHOLE)

@@ -23,6 +23,7 @@ SAMPLERS = {
     "gemma": Sampler(temperature=1.0, top_k=64, top_p=0.95, seed=4),
     "all": Sampler(temperature=0.7, top_k=128, top_p=0.9, min_p=0.02, seed=5),
     "min-p": Sampler(temperature=1.3, min_p=0.05, seed=6),
+    "top-n-sigma": Sampler(temperature=1.2, top_n_sigma=1.5, top_p=0.9, seed=9),
     "top-p": Sampler(temperature=1.1, top_p=0.8, seed=8),
     "wide top-k": Sampler(temperature=1.1, top_k=1000, seed=8),
     "largest": Sampler(temperature=1e300, top_k=2**40, seed=9),

@@ -120,13 +120,28 @@ def test_samplers_may_be_sent_if_they_are_off(busy: Served, path: str) -> None:
     sent = [busy.post(path, **body, max_tokens=4, seed=1, **more) for more in ({}, off)]
     first, second = (each.get("choices", each.get("content")) for each in sent)
     assert first == second
-    for name, on in (("typical_p", 0.9), ("mirostat", 2), ("top_n_sigma", 1.5)):
+    for name, on in (("typical_p", 0.9), ("mirostat", 2)):
         error = busy.refused(path, {**body, name: on})
         assert error["param"] == name and "(off) is supported" in error["message"]
     if "chat" in path:
         assert busy.post("/apply-template", **body, **OFF)["prompt"]
         error = busy.refused(path, {**body, "repeat_penalty": 1.1})
         assert error["param"] == "repeat_penalty"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/completion"])
+def test_top_n_sigma(busy: Served, path: str) -> None:
+    """Next to no standard deviation leaves the best token, as temperature 0 does."""
+    prompt = [{"role": "user", "content": "Hi"}] if "chat" in path else "x"
+    body = {"messages" if "chat" in path else "prompt": prompt, "max_tokens": 6, "seed": 1}
+    cold = {"temperature": 0, "top_n_sigma": -1}
+    sent = [busy.post(path, **body, **more) for more in (cold, {**cold, "top_n_sigma": 1})]
+    sent.append(busy.post(path, **body, temperature=20, top_n_sigma=1e-6))
+    first, *others = (each.get("choices", each.get("content")) for each in sent)
+    assert others == [first, first]
+    if path == "/completion":
+        used = [each["generation_settings"]["top_n_sigma"] for each in sent]
+        assert used == [0, 1, 1e-6]
 
 
 def test_probabilities_after_the_filters(busy: Served, plain: Served) -> None:

@@ -158,6 +158,7 @@ def _options(rng: random.Random, longest: int, vocab: int) -> Options:
             top_k=rng.choice((0, 0, 20)),
             top_p=rng.choice((1.0, 0.9)),
             min_p=rng.choice((0.0, 0.05)),
+            top_n_sigma=rng.choice((0.0, 0.0, 2.0)),
         )
     if rng.random() < 0.25:
         sampler = replace(

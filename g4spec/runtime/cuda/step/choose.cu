@@ -11,7 +11,9 @@
 struct Sampling {  // sampler of a sequence, in device memory
   u64 seed;
   float temperature, top_p, min_p;
-  int top_k, mode, unused;
+  int top_k;
+  float top_n_sigma;  // not read: torch applies it (choose.py)
+  int mode;
 };
 static_assert(sizeof(Sampling) == SAMPLER_BYTES, "choose.py packs samplers of this size");
 

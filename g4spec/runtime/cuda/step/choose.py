@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from g4spec.ops.sampling import Sampler
+from g4spec.ops.sampling import Sampler, least_logit
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.constants import (
     LOGIT_SPAN,
@@ -29,7 +29,14 @@ from g4spec.runtime.cuda.build.constants import (
 )
 from g4spec.runtime.cuda.build.units import Unit
 
-NUMBERS = {"seed": "Q", "temperature": "f", "top_p": "f", "min_p": "f", "top_k": "i"}
+NUMBERS = {
+    "seed": "Q",
+    "temperature": "f",
+    "top_p": "f",
+    "min_p": "f",
+    "top_k": "i",
+    "top_n_sigma": "f",
+}
 """Fields of `Sampler` that kernels read, in the order of `Sampling` in choose.cu, and their types
 in the syntax of `struct`. `suppress` becomes a mask of columns. Samplers with fields of
 `sampling.EDITS` do not use these kernels. A filter that is missing here would be ignored on a GPU
@@ -55,9 +62,10 @@ def mode_of(sampler: Sampler, columns: int) -> Mode:
     s = sampler
     if s.temperature == 0:
         return "greedy"
-    if not s.top_k and s.top_p == 1 and not s.min_p:
+    if not s.filters:
         return "sampled"
-    if 1 <= s.top_k <= MAX_TOP_K and blocks(columns) * MAX_TOP_K <= TOP_KEYS * TOP_THREADS:
+    few = 1 <= s.top_k <= MAX_TOP_K and not s.top_n_sigma
+    if few and blocks(columns) * MAX_TOP_K <= TOP_KEYS * TOP_THREADS:
         return "top"
     return "sorted"
 
@@ -119,10 +127,9 @@ class Choice:
         self.samplers = ()  # until all of this is done, in case Ctrl-C ends it
         data = b"".join(
             struct.pack(
-                f"<{''.join(NUMBERS.values())}ii",
+                f"<{''.join(NUMBERS.values())}i",
                 *(getattr(s, n) for n in NUMBERS),
                 CODES[mode_of(s, self.columns)],
-                0,
             )
             for s in (*samplers, *samplers[:1] * (self.room - len(samplers)))
         )
@@ -331,6 +338,8 @@ def _filtered(z: torch.Tensor, s: Sampler) -> torch.Tensor:
     values, ids = z.sort(descending=True, stable=True)
     rank = torch.arange(len(z), device=z.device)
     keep = rank < (s.top_k or len(z))
+    if s.top_n_sigma:
+        keep &= values >= least_logit(values, s.top_n_sigma)
     if s.top_p < 1:
         mass = values.masked_fill(~keep, -math.inf).softmax(0).cumsum(0)
         keep &= rank <= (mass < s.top_p).sum()
