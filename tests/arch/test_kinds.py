@@ -56,10 +56,15 @@ def test_tables_of_checkpoints_have_every_kind(table: str, target: Path, tmp_pat
             config = kind.parse_hf(read, on)
             assert all(hasattr(config, member) for member in members(DraftConfig)), name
             assert config.arch in models.architectures(), "ARCH or ARCHS of its kind"
-            assert config.arch in rule.DRAFTS, "add it to DFLASH, EAGLE or ASSISTANT there"
+            assert config.arch in rule.DRAFTS, "add it to a tuple of validate/rule.py in DRAFTS"
             own = [key for key in kind.metadata(config) if key.startswith(f"{config.arch}.")]
             untyped = {key.removeprefix(config.arch) for key in own} - KEYS.keys()
             assert not untyped, "add them to KEYS of validate/rules/keys.py"
+            required = {
+                key for key, want in KEYS.items() if key[0] == "." and config.arch in want.on
+            }
+            lacking = required - {key.removeprefix(config.arch) for key in own}
+            assert not lacking, "its file lacks them: see `on` in KEYS of validate/rules/keys.py"
             names = {tensor.name for tensor in kind.tensors(config)}
             marked = [n for n, k in DRAFTS.items() if names & {*getattr(k, "UNIQUE_TENSORS", ())}]
             assert marked in ([], [name]), "UNIQUE_TENSORS that another kind has, too"
@@ -70,8 +75,11 @@ def test_readme_counts_the_kinds() -> None:
     page = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     number = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     nth = ("sixth", "seventh", "eighth", "ninth", "tenth")[len(DRAFTS) - 5]
-    assert f"[{number[len(DRAFTS)]} kinds of drafts](docs/kinds.md)" in page
-    assert f"A {nth} kind, n-gram lookup, needs no file" in " ".join(page.split())
+    for words in (
+        f"[{number[len(DRAFTS)]} kinds of drafts](docs/kinds.md)",
+        f"A {nth} kind, n-gram lookup, needs no file",
+    ):
+        assert words in " ".join(page.split()), f"README.md, What opens: write {words!r}"
 
 
 def test_engines_in_memory_have_every_kind() -> None:

@@ -236,7 +236,12 @@ def test_every_kind_is_documented() -> None:
 
 
 def test_every_command_has_a_description() -> None:
+    page = (ROOT / "docs" / "overview.md").read_text()
+    table = page.partition("| exit code |")[0]
     for name in cli.names():
+        assert re.search(rf"^\|.*`{name}\b.*\|.*\|$", table, re.MULTILINE), (
+            f"{name}: docs/overview.md"
+        )
         module = __import__(f"g4spec.cli.{name}", fromlist=["command"])
         command = (
             module.app.registered_callback.callback if hasattr(module, "app") else module.command

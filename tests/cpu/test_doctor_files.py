@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec import cli, convert
+from g4spec import cli, convert, models
 from g4spec.advisor import (
     cache_sizes,
     checkpoint_folders,
@@ -106,6 +106,11 @@ KINDS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
     "specforge": ("eagle3", functools.partial(tiny_drafts.eagle3, layout="specforge")),
     "p-eagle": ("eagle3", functools.partial(tiny_drafts.eagle3, depths=4)),
 }
+
+
+def test_every_kind_is_listed() -> None:
+    listed = {kind for kind, _ in KINDS.values()} | {"dflash", "gemma4-assistant"}  # of `family`
+    assert listed == {*models.drafts()}, "KINDS here, after gguf_draft and folder_draft read it"
 
 
 @pytest.mark.parametrize("name", KINDS)

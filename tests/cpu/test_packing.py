@@ -73,11 +73,16 @@ FIVES = (
 """The codes of each of a lane's words of 5-bit codes; the upper bits are those of (2, 1, 1)."""
 
 
+READ = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q6_k", "q4_k", "q5_k")
+"""Types that `Unit` reads; `NumberUnit` reads those of `TABLES`."""
+
+
 class Unit:
     """A packed unit, read value by value as the layout is specified. It shares only the order of
     the parts with the code under test."""
 
     def __init__(self, name: str, unit: int, data: bytes) -> None:
+        assert name in READ, f"add {name} to TABLES, or to READ and to what Unit reads"
         self.name, self.unit, self.data = name, unit, data
         self.sizes = {"q": 128 * unit if name == "q8_0" else 64 * unit}
         self.sizes["bits"] = {"5": 16, "6": 32}.get(name[1], 0) * unit

@@ -25,7 +25,7 @@ from tests.support.quant_blocks import (
 )
 
 UNKNOWN = {f.type for f in quant.readable().values()} - {*map(int, oracle.GGMLQuantizationType)}
-assert not UNKNOWN, f"the installed gguf package has no types {UNKNOWN}: require a newer version"
+assert not UNKNOWN, f"gguf, with which types are compared, has no types {UNKNOWN}: get a newer one"
 TYPES = {name: oracle.GGMLQuantizationType(f.type) for name, f in quant.readable().items()}
 BLOCKS_OF = [name for name, f in quant.readable().items() if f.quantized]
 PLAIN = ["f32", "f16", "q8_0", "bf16"]

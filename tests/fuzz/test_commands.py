@@ -62,7 +62,8 @@ def test_no_request_violates_the_security_rules(commands: Commands) -> None:
 
 def test_every_command_is_in_the_grammar() -> None:
     found = {*cli.names(), "compare", "chat --url", "serve --daemon"} - {"demo"}
-    assert found == {*COMMANDS} - {"words"}  # `demo` reads no file, "words" is no command
+    fuzzed = {*COMMANDS} - {"words"}  # `demo` reads no file, "words" is no command
+    assert found == fuzzed, "COMMANDS of tests/fuzz/grammar.py"
 
 
 NOT_FUZZED = {"--network", "--self-test", "--probe"}
@@ -77,7 +78,7 @@ def test_every_option_is_in_the_grammar() -> None:
         words = {word for g in fuzzed for word in (*g.options, *itertools.chain(*g.lines))}
         names = [n for p in click.params for n in (p.opts, p.secondary_opts) if n]
         missing = [n for n in names if n[0].startswith("-") and not {*n} & (words | NOT_FUZZED)]
-        assert not fuzzed or missing == [], command
+        assert not fuzzed or missing == [], f"{command}: COMMANDS of tests/fuzz/grammar.py"
 
 
 def test_equal_numbers_give_equal_cases(commands: Commands) -> None:

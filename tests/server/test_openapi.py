@@ -58,13 +58,13 @@ def test_every_path_and_field_is_on_the_page_about_serving(api_document: Any) ->
     known = set(re.findall(r"[\w./{}-]+", page)) | set(re.findall(r"\w+", page))
     schemas = api_document["components"]["schemas"]
     for path, _, operation in operations(api_document):
-        assert {path, f"/v1{path}"} & known, path
+        assert {path, f"/v1{path}"} & known, f"add {path} to docs/serving.md"
         names = {parameter["name"] for parameter in operation.get("parameters", ())}
         if "requestBody" in operation:
             schema = operation["requestBody"]["content"]["application/json"]["schema"]
             reference = schema.get("$ref", "").rsplit("/", 1)[-1]
             names |= set(schemas.get(reference, schema)["properties"])
-        assert names <= known, (path, names - known)
+        assert names <= known, f"{path}: add {names - known} to docs/serving.md"
 
 
 def test_the_document_is_valid(api_document: Any) -> None:
