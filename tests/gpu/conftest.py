@@ -3,10 +3,9 @@
 The emulator is slow: it runs the last case of each test, or all with G4SPEC_EMULATE=all. Without
 that, LONG files are skipped; without G4SPEC_EMULATE, SLOW files are left to `make test-all`.
 G4SPEC_EMULATE=checked also detects races and accesses out of bounds, and takes ten times as long.
-Uninitialized memory contains NaN there.
+Uninitialized memory contains NaN there. G4SPEC_EMULATE=all,checked does both.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from tests.emulator import kernels
-from tests.gpu.device import EMULATED, GPU
+from tests.gpu.device import EMULATE, EMULATED, GPU
 
 LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
 SLOW = {
@@ -38,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not EMULATED or os.environ.get("G4SPEC_EMULATE") == "all":
+    if not EMULATED or "all" in EMULATE:
         return
     tests = defaultdict[str, list[pytest.Item]](list)
     for item in items:
@@ -50,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in cases:
             if item not in kept:
                 item.add_marker(SKIP)
-            elif file in SLOW and "G4SPEC_EMULATE" not in os.environ:
+            elif file in SLOW and not any(EMULATE):
                 item.add_marker(pytest.mark.slow)
 
 
@@ -60,7 +59,7 @@ def _machine() -> Iterator[None]:
     tests."""
     if EMULATED:
         torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
-        with kernels.installed("sm_90a", checked=os.environ.get("G4SPEC_EMULATE") == "checked"):
+        with kernels.installed("sm_90a", checked="checked" in EMULATE):
             yield
         torch.use_deterministic_algorithms(False)
     else:

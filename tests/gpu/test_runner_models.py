@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from tests.emulator import capture_guard
 from tests.gpu import family
-from tests.gpu.device import DEVICE, EMULATED, GPU
+from tests.gpu.device import DEVICE, EMULATE, EMULATED, GPU
 from tests.oracle import build
 from tests.support import tiny
 from tests.support.kinds import RUNNER, RUNNER_WINDOW
@@ -30,7 +29,7 @@ from tests.support.kinds import RUNNER, RUNNER_WINDOW
 pytestmark = pytest.mark.gpu
 
 long = pytest.mark.skipif(
-    EMULATED and os.environ.get("G4SPEC_EMULATE") != "all",
+    EMULATED and "all" not in EMULATE,
     reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)",
 )
 
