@@ -156,7 +156,7 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
         raise InputError(
             f"{folder}: not a draft that g4spec knows",
             found=found,
-            expected="a DFlash, DFlash2, DSpark or EAGLE-3 draft or a Gemma 4 assistant",
+            expected=", ".join(kind.TITLE for kind in models.drafts().values()),
         )
     check_sizes(facts, folder, pairing.checkpoint_sizes(raw), of, trained=True)
     if "gemma4-assistant" in claimed:

@@ -164,10 +164,11 @@ def gguf_draft(facts: Facts, path: Path, given: str, of: TargetModel) -> DraftMo
         if arch in models.TARGETS:
             raise models.wrong_role(path, models.kinds()[arch])
         if known is None:
+            drafts = [a for a in models.architectures() if a not in models.TARGETS]
             raise InputError(
                 f"{path}: not a draft that engines know",
                 found=arch,
-                expected="architecture dflash, eagle3 or gemma4-assistant",
+                expected=f"architecture {', '.join(drafts)}",
                 fix="see what it is with `g4spec inspect`; `g4spec convert` writes such a file",
             )
         kind = getattr(known, "NAME", known.ARCH)

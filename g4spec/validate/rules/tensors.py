@@ -104,8 +104,8 @@ def empty_success(s: Subject) -> Findings:
 
 @rule("G4-TNS-007", ERROR, "tensor types must be ones that can be dequantized", needs=Needs.FILE)
 def readable(s: Subject) -> Findings:
-    """Q1_0, Q2_0, and the types that llama.cpp only computes with have no code here: the
-    file cannot run, and the values of such a tensor were not checked."""
+    """llama.cpp has newer types, and types that it only computes with, for which there is no code
+    here: the file cannot run, and the values of such a tensor were not checked."""
     for name, info in s.open_file.tensors.items():
         form = info.format
         if form.decode is None and form.stored is None:
