@@ -14,20 +14,7 @@ TQ1_0, whose bytes have five digits of base 3, is rewritten to blocks of TQ2_0. 
 gets the factor of its matrix (`d`, float32), which files have in a tensor of its own: kernels know
 only blocks.
 
-Bits per weight in the file, and in memory:
-
-========  ======  ======
-IQ3_S     3.4375  4.1875
-IQ3_XXS   3.0625  4.1875
-Q3_K      3.4375  3.5625
-IQ2_S     2.5625  3.5625
-IQ2_XS    2.3125  3.5625
-IQ2_XXS   2.0625  3.3125
-IQ1_M     1.75    3.5625
-IQ1_S     1.5625  3.3125
-TQ1_0     1.6875  2.0625
-NVFP4     4.5     5.0
-========  ======  ======
+docs/opens.md lists the bits per weight in the file and in memory.
 
 Without rewriting, kernels would look entries up in shared memory, once for four values. Its banks
 do not allow that at the rate at which memory delivers the codes, so fewer bytes would not save
