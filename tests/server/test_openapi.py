@@ -14,6 +14,7 @@ import pytest
 from g4spec.server.endpoints import Endpoints, routes
 from g4spec.server.model_router import ROUTER_ROUTES
 from g4spec.server.openapi import document
+from tests.fuzz import requests
 from tests.server.mixed_requests import draw
 from tests.server.running_server import Served
 
@@ -65,6 +66,15 @@ def test_every_path_and_field_is_on_the_page_about_serving(api_document: Any) ->
             reference = schema.get("$ref", "").rsplit("/", 1)[-1]
             names |= set(schemas.get(reference, schema)["properties"])
         assert names <= known, f"{path}: add {names - known} to docs/serving.md"
+
+
+def test_every_field_of_generation_is_fuzzed(api_document: Any) -> None:
+    fuzzed = {*requests.FIELDS, *(name for tree in requests.BODIES.values() for name in tree)}
+    schemas = api_document["components"]["schemas"]
+    for name, schema in schemas.items():
+        if "draft_max" in schema.get("properties", ()):
+            missing = schema["properties"].keys() - fuzzed
+            assert not missing, f"{name}: add {missing} to FIELDS of tests/fuzz/requests.py"
 
 
 def test_the_document_is_valid(api_document: Any) -> None:
