@@ -229,6 +229,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": MESSAGES[0]},
     "/v1/responses": {"input": "in the", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": [{"role": "user", "content": "a"}]},
+    "/v1/chat/completions/input_tokens": {"messages": MESSAGES[0]},
 }
 GETS = [
     "/v1/models",
@@ -247,7 +248,10 @@ GETS = [
     "/v1/responses/x",
     "/v1/responses/%1b",
     "/v1/responses/x/input_items",
+    "/v1/responses/x/cancel",
     "/completion",
+    "/openapi.json",
+    "/v1/stream?conv_id=x&from=1",
 ]
 HEADERS = [
     (b"content-type", b"text/plain"),

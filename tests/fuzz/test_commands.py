@@ -13,10 +13,11 @@ import pytest
 import typer
 
 from g4spec import cli
+from g4spec.server.endpoints import Endpoints, routes
 from tests.fuzz import campaign, watching
 from tests.fuzz.campaign import Commands, Requests
 from tests.fuzz.cases import COMMANDS, mutated
-from tests.fuzz.requests import BODIES
+from tests.fuzz.requests import BODIES, GETS
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,14 @@ def test_every_option_is_in_the_grammar() -> None:
         names = [n for p in click.params for n in (p.opts, p.secondary_opts) if n]
         missing = [n for n in names if n[0].startswith("-") and not {*n} & (words | NOT_FUZZED)]
         assert not fuzzed or missing == [], f"{command}: COMMANDS of tests/fuzz/grammar.py"
+
+
+def test_every_endpoint_is_in_the_grammar() -> None:
+    """At one of its paths; `/v1/live` ends with its client only."""
+    fuzzed = [path.split("?")[0] for path in (*BODIES, *GETS)]
+    served = {route.endpoint for route in routes(Endpoints)}
+    known = {r.endpoint for r in routes(Endpoints) if any(map(r.path_regex.match, fuzzed))}
+    assert served - known == {Endpoints.live}
 
 
 def test_equal_numbers_give_equal_cases(commands: Commands) -> None:
