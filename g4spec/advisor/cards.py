@@ -197,7 +197,7 @@ def _card(facts: Facts, name: str, text: str) -> Gpu:
         raise UsageError(f"--assume {text!r}", expected="memory in GB, as 24GB", found=unit[0])
     if size == 0:
         raise UsageError(f"--assume {text!r}", expected="more than 0 GB", found="0 GB")
-    card = find_card(facts, bare)
+    card = find_card(facts, name) or find_card(facts, bare)
     if card is not None:
         if size in map(_size, card.aliases):
             size = None  # in NVIDIA's name, where it may be the memory of the CPU

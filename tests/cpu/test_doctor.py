@@ -365,6 +365,9 @@ def test_wrong_assume(text: str) -> None:
         ("L40G", (8, 9), 1, 24),
         ("NVIDIA GH200 480GB", (9, 0), 1, 96),
         ("2x GH200 120GB", (9, 0), 2, 96),
+        ("GH200", (9, 0), 1, 96),
+        ("GH200 144G", (9, 0), 1, 144),
+        ("2x GH200 HBM3e 144GB", (9, 0), 2, 144),
     ],
 )
 def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> None:
@@ -429,7 +432,7 @@ def test_every_known_card_can_be_assumed() -> None:
 
 def test_similar_product_names_are_not_mistaken_for_known_cards() -> None:
     with pytest.raises(UsageError):
-        assume(FACTS, "RTX 5090 D")
+        assume(FACTS, "RTX 5080 D")
     assert assume(FACTS, "RTX 3090 Ti").gpus[0].card == "rtx-3090-ti"
     assert assume(FACTS, "RTX PRO 4000 Blackwell SFF Edition").gpus[0].bandwidth == 432
 
