@@ -177,7 +177,7 @@ def folder_draft(facts: Facts, folder: Path, given: str, of: TargetModel) -> Dra
     if inner.get("use_swa"):  # a window for all layers
         window = int(inner.get("swa_window_size") or raw.get("sliding_window") or 0)
     draft = _block_draft(draft, layer, block, n, window)
-    layout = "speculators" if nested else ""
+    layout = "speculators" if nested else "own"
     draft = replace(draft, kind=kind, causal=kind == "eagle3", layout=layout)
     target = Path(of.given) if of.is_local else facts.find(SizeFact, of.size)
     if target is not None and runtime_support.refused_upstream(folder, target):

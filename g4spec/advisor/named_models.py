@@ -80,7 +80,8 @@ class DraftModel:
         kv_token: bytes per token of its own 16-bit cache. `kv_fixed`: constant bytes of it.
         head: head size; 0 if unknown. `accepted`: lowest and highest published tokens per step.
         engines: the only engines that compute it correctly; empty if not restricted.
-        layout: `speculators` if its configuration is in their format, or empty.
+        layout: of its config.json: `speculators`, or `own` for the keys of the model alone; empty
+            without one.
         refusal: why g4spec's own runtime cannot run the file, or empty.
     """
 
@@ -188,6 +189,6 @@ def from_row(row: DraftFact, given: str) -> DraftModel:
         causal=row.causal,
         accepted=row.accepted,
         maker=row.maker,
-        layout="speculators" if row.maker == "redhat" else "",
+        layout="speculators" if row.maker == "redhat" else "own",
         notes=(row.sure,) if row.sure else (),
     )

@@ -27,7 +27,7 @@ class Conditions:
         cc: range of compute capability of the weakest card; `gpus` of cards on one node.
         memory: range of GiB per card. `context`: range of tokens.
         model: sizes (`31b`). `quant`: parts of weight formats. `draft`: kinds; `drafts`: ids.
-        layout: formats of drafts' configurations: speculators.
+        layout: formats of drafts' configurations, as in `DraftModel`.
         kv: cache types. `backend`: attention backend that the user forced on the target.
         cards: ids of cards. `mixed`: cards of several capabilities.
         experts_in_ram: llama.cpp's -ncmoe is given.

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from g4spec.advisor import (
     lookup,
     named_models,
     questions,
+    recipe,
     runtime_support,
 )
 from g4spec.advisor import memory_needs as memory
@@ -256,6 +258,31 @@ def test_sglang_does_not_read_a_folder_in_the_format_of_speculators(
     assert q is not None and q.draft is not None and not q.draft.ids
     verdict = judge(FACTS, assume(FACTS, "H100"), q, "sglang")
     assert ["speculators' format" in p.title for p in verdict.blockers] == [True] * refused
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "says"),
+    [
+        ("deepspec", "0.5.23", "SGLang has no DSpark with Gemma 4 layers"),
+        ("zlab", "0.5.23", ""),
+        ("zlab", "0.5.22", "SGLang older than 0.5.23 with DFlash2: unknown"),
+        ("speculators", "0.5.23", "SGLang does not read drafts in speculators' format"),
+        ("specforge", "0.5.23", "SGLang with EAGLE-3 on Gemma 4: unknown"),
+    ],
+)
+def test_sglang_runs_the_kinds_that_its_source_has(
+    name: str, version: str, says: str, family: dict[str, Path], tmp_path: Path
+) -> None:
+    made = KINDS[name][1](tmp_path / name, family["target"])
+    pair = str(family["target"]), str(made)
+    q = questions.build_question(FACTS, *pair, None, None, None, None)
+    assert q is not None
+    machine = replace(assume(FACTS, "H100"), tools={"sglang": version})
+    found = recipe.make(FACTS, machine, q, "sglang")
+    assert [title for title, _, _ in found.blocked] == [says] * bool(says)
+    if found.works:
+        assert "--speculative-algorithm DFLASH" in found.commands[0]
+        assert "--speculative-num-draft-tokens" in found.commands[0]
 
 
 @pytest.mark.parametrize("from_anchor", [True, False, None])
