@@ -46,7 +46,8 @@ missing keys, malformed ranges, rows without source or date, and ids used twice.
 """
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     lines += ["| " + " | ".join(c.replace("|", r"\|") for c in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -70,11 +71,11 @@ def _gpus(known: Facts) -> str:
     head = ("capability", "vLLM", "SGLang", "llama.cpp", "in short")
     return (
         "## By compute capability\n\n"
-        + _table(head, rows)
+        + table(head, rows)
         + "\n## GPUs\n\n"
-        + _table(("GPU", "capability", "memory GB", "bandwidth GB/s"), cards)
+        + table(("GPU", "capability", "memory GB", "bandwidth GB/s"), cards)
         + "\n## Without an NVIDIA GPU\n\n"
-        + _table(
+        + table(
             ("machine", "what runs", "what to do"),
             [(o.name, o.says, o.fix) for o in known.all(OtherGpuFact)],
         )
@@ -122,7 +123,7 @@ def _models(known: Facts) -> str:
         "SGLang length",
         "llama.cpp length",
     )
-    return "## Sizes\n\n" + _table(head, sizes) + "\n## Drafts\n\n" + _table(kinds, drafts)
+    return "## Sizes\n\n" + table(head, sizes) + "\n## Drafts\n\n" + table(kinds, drafts)
 
 
 def _releases(known: Facts) -> str:
@@ -151,7 +152,7 @@ def _releases(known: Facts) -> str:
         "DFlash2",
         "transformers",
     )
-    return "## vLLM by version\n\n" + _table(head, rows)
+    return "## vLLM by version\n\n" + table(head, rows)
 
 
 def _where(when: Conditions) -> str:
@@ -160,12 +161,12 @@ def _where(when: Conditions) -> str:
 
 def _problems(known: Facts) -> str:
     rows = [(f"`{p.id}`", p.mark, p.title, _where(p.when), p.fix) for p in known.all(ProblemFact)]
-    return "## Known problems\n\n" + _table(("id", "mark", "what", "where", "fix"), rows)
+    return "## Known problems\n\n" + table(("id", "mark", "what", "where", "fix"), rows)
 
 
 def _errors(known: Facts) -> str:
     rows = [(f"`{e.id}`", f"`{e.sample[:90]}`", e.cause, e.fix) for e in known.all(ErrorFact)]
-    return "## Error messages\n\n" + _table(("id", "as in", "cause", "fix"), rows)
+    return "## Error messages\n\n" + table(("id", "as in", "cause", "fix"), rows)
 
 
 def document() -> str:

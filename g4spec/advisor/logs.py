@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -69,20 +68,17 @@ def lines(file: BinaryIO) -> Iterator[tuple[int, str]]:
         inside = not raw.endswith(b"\n")
 
 
-def match(facts: Facts, text: str) -> list[ErrorFact]:
-    """Return the known errors in one line."""
+def match(known: list[ErrorFact], text: str) -> list[ErrorFact]:
+    """Return the errors in one line, of those that are known."""
     low = text.lower()
-    return [e for e in facts.all(ErrorFact) if e.key in low and _compiled(e.pattern).search(text)]
+    return [e for e in known if e.key in low and _compiled(e.pattern).search(text)]
 
 
 def _scan(facts: Facts, file: BinaryIO) -> list[LogMatch]:
     found: dict[str, LogMatch] = {}
     known = facts.all(ErrorFact)
     for number, text in lines(file):
-        low = text.lower()
-        for e in known:
-            if e.key not in low or not _compiled(e.pattern).search(text):
-                continue
+        for e in match(known, text):
             old = found.get(e.id)
             found[e.id] = LogMatch(
                 e,
@@ -107,9 +103,7 @@ def scan(facts: Facts, path: Path) -> list[LogMatch]:
     if str(path) == "-":
         return _scan(facts, sys.stdin.buffer)
     with path.open("rb") as file:
-        with suppress(ValueError):
-            return _scan(facts, file)
-        return []
+        return _scan(facts, file)
 
 
 def is_binary(path: Path) -> bool:

@@ -9,14 +9,11 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from g4spec.advisor.machine_probe import System
 
 SECONDS = 15
-NOISE = 0
-"""Errors that a link may count in SECONDS without being reported."""
 FIX = "reseat or replace the cable (DAC) of that port, then watch again"
 ERRORS = re.compile(r"(err|crc|symbol|discard|link_downed|fault|bad|corrected)", re.IGNORECASE)
 STATISTICS = (
@@ -91,7 +88,7 @@ def ethtool(text: str) -> Counters:
 
 def compare(before: Counters, after: Counters) -> LinkReport:
     """Report the counters that rose between two samples."""
-    rising = {k: (before[k], v) for k, v in after.items() if k in before and v - before[k] > NOISE}
+    rising = {k: (before[k], v) for k, v in after.items() if k in before and v > before[k]}
     lines = [
         CounterLine(f"{name}: {a:,} -> {b:,} (+{b - a:,} in {SECONDS} s)", True)
         for name, (a, b) in rising.items()
@@ -117,6 +114,3 @@ def watch(
     before = take()
     sleep(SECONDS)
     return compare(before, take())
-
-
-__all__ = ["FIX", "SECONDS", "LinkReport", "Path", "compare", "ethtool", "sample", "watch"]
