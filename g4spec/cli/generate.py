@@ -103,8 +103,7 @@ def command(
     )
     out.note(greedy_note(sampler))
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
-    model, draft_file = _engine.files(model, draft, setup, out)
-    engine = _engine.load(model, draft_file, setup, out)
+    engine = _engine.load(*_engine.files(model, draft, setup, out), setup, out)
     _run(engine, prompt_input, options, n_predict == -1, marking, out)
 
 

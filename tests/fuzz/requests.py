@@ -166,7 +166,6 @@ FIELDS: dict[str, list[Any]] = {
     "guided_choice": [["a", "b"], [], [""]],
     "guided_grammar": GRAMMARS,
     "guided_whitespace_pattern": [" ?", "(", "a*"],
-    "whitespace_pattern": [" ?", "(", "a*"],
     "guided_decoding_backend": ["auto", "x"],
     "parallel_tool_calls": [True, False],
     "max_completion_tokens": [1, 3, -1, 1 << 40],

@@ -290,9 +290,9 @@ def test_shared_keys_and_values_against_the_reference_backend(kind: Kind, plain:
     kv = cache(n_kv, dim, n, kind, rotary_pairs=ROTARY_PAIRS)
     reference, here = LayerKV(CacheShape(n_kv, dim, None), Space.single(n), n), one(0, n, "cpu")
     y, at = torch.randn(n, n_q + n_kv, dim, device="cpu"), torch.arange(n, device="cpu")
-    wide = ref.rms_norm(y[:, n_q:], None, 1e-6)
-    reference.append(here.slots, at, ref.rope(wide * k_norm, at, freqs), wide)
-    q = ref.rope(ref.rms_norm(y[:, :n_q], q_norm, 1e-6), at, freqs)
+    wide, angles = ref.rms_norm(y[:, n_q:], None, 1e-6), ref.angles(at, freqs)
+    reference.append(here.slots, at, ref.rope(wide * k_norm, angles), wide)
+    q = ref.rope(ref.rms_norm(y[:, :n_q], q_norm, 1e-6), angles)
     there = [x.to(DEVICE) for x in (q_norm, k_norm, freqs)]
     owner = Heads(n_q, n_kv, there[0], there[1], True, True, there[2], 1e-6)
     reader = Heads(n_q, 0, there[0], None, True, False, there[2], 1e-6)

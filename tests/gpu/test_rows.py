@@ -271,7 +271,8 @@ def test_heads_with_shared_keys_and_values(kind: Kind) -> None:
     q, wide = heads(y, batch, kv), y.cpu().view(count, -1, dim)
 
     def turned(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return REF.rope(REF.rms_norm(part, weight.cpu(), EPS), batch.positions.cpu(), freqs)
+        angles = REF.angles(batch.positions.cpu(), freqs)
+        return REF.rope(REF.rms_norm(part, weight.cpu(), EPS), angles)
 
     taken = k_norm.cpu().clone().view(2, -1)
     taken[:, :rotary_pairs] = 1
