@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, Draft, Runner, Sequence, Work
 from g4spec.ops.sampling import Sampler
@@ -24,6 +25,10 @@ the first one is a warm-up."""
 
 MEASURED_ROWS = 128
 """Rows of the largest padded steps that are measured. From 64 rows on time grows with the rows."""
+
+EACH_BATCH = 8
+"""Number of requests up to which proposals are measured for every power of two; the time of those
+for more grows evenly, and only that for the most is measured, because each is recorded."""
 
 PROMPT = [2] * MAX_STEP_ROWS
 """Prompt of the timed requests."""
@@ -82,7 +87,10 @@ class CycleMeter:
         most = min(draft.max_tokens, self._target.n_ctx - len(PROMPT) - 1)
         sequences = self._start_sequences(draft, batches[-1])
         for requests in batches:
-            counts = _padded_counts(requests, most, draft.one_pass) if padded else [0, 1, most]
+            counts = [0, 1, most]
+            if padded:
+                each = requests <= EACH_BATCH or requests == batches[-1]
+                counts = _padded_counts(requests, most, draft.one_pass) if each else [0]
             for count in counts * (GRAPH_REPEATS if padded else REPEATS):
                 parts = self._time(sequences[:requests], count)
                 found[requests, count] = min(found.get((requests, count), parts), parts, key=sum)
@@ -165,16 +173,21 @@ def padded_costs(found: Mapping[tuple[int, int], Parts], most: int) -> dict[tupl
     depends on its rows, whoever owns them, and that of a proposal on its sequences and length."""
     proposals: dict[int, dict[int, float]] = {}
     steps: dict[int, float] = {}
-    for (requests, count), (proposal, step) in sorted(found.items()):
+    for (requests, count), (seconds, step) in sorted(found.items()):
         if count:
             rows = bucket(requests) * bucket(1 + count)
             steps[rows] = min(steps.get(rows, step), step)
-            proposals.setdefault(requests, {})[count] = proposal
+            proposals.setdefault(requests, {})[count] = seconds
+
+    def proposal(count: int, requests: int) -> float:
+        by_count = proposals[requests]
+        return interpolate(count, [*by_count], by_count.__getitem__)
+
     out = {key: sum(parts) for key, parts in found.items() if not key[1]}
-    for requests, seconds in proposals.items():
+    for requests, _ in [*out]:
         for count in range(1, most + 1):
             if count == most or count in (bucket(count), bucket(1 + count) - 1):
                 rows = bucket(requests) * bucket(1 + count)
-                out[requests, count] = interpolate(count, [*seconds], seconds.__getitem__)
+                out[requests, count] = interpolate(requests, [*proposals], partial(proposal, count))
                 out[requests, count] += interpolate(rows, sorted(steps), steps.__getitem__)
     return out

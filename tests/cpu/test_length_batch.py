@@ -631,16 +631,17 @@ def test_costs_by_texts_and_rows() -> None:
 
 def test_costs_of_padded_steps_follow_their_rows() -> None:
     step = {1: 7.0, 2: 7.0, 4: 7.1, 8: 7.3, 16: 8.0, 32: 11.0, 64: 13.0, 128: 25.0, 256: 48.0}
-    proposal = {1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0, 16: 6.0}
+    proposal = {1: 1.0, 2: 1.5, 4: 2.0, 8: 3.0, 16: 4.5, 32: 7.5}
     found = {
         (texts, count): (proposal[texts] if count else 0.0, step[texts * (1 + count)])
         for texts in proposal
         for count in ({0, 1, 15} if texts == 1 else {0, min(15, 128 // texts - 1)})
+        if not (texts == 16 and count)  # between those for 8 and 32
     }
     step[4], step[8] = step[2] + (step[16] - step[2]) / 7, step[2] + 3 * (step[16] - step[2]) / 7
-    step[256] = step[128] + 2 * (step[128] - step[64])
+    step |= {n: step[128] + (n / 64 - 2) * (step[128] - step[64]) for n in (256, 512)}
     costs = CycleCosts(padded_costs(found, 15), padded=True)
-    for texts in (2, 4, 8, 16):
+    for texts in (2, 4, 8, 16, 32):
         for count in range(1, 16):
             rows = texts * next(n for n in (2, 4, 8, 16) if n > count)
             assert costs([count] * texts) == pytest.approx(proposal[texts] + step[rows])
