@@ -230,7 +230,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
 
     def turned(part: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         part = part if weight is None else REF.rms_norm(part, weight.cpu(), EPS)
-        return rotate(part, batch.positions.cpu(), freqs.cpu())
+        return rotate(part, REF.angles(batch.positions.cpu(), freqs.cpu()))
 
     wide = y.cpu().view(count, -1, dim)
     if n_q:
