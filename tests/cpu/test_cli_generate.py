@@ -50,8 +50,8 @@ def test_ops_without_a_kernel_are_named(
     g4spec: Cli,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a GPU, where ops without a kernel run in torch. Only bench had them in its JSON; chat
-    and `bench --parallel` said nothing."""
+    """Pretend to be a GPU, where ops without a kernel run in torch. Only bench had them in its
+    JSON; chat and `bench --parallel` said nothing."""
     load = Engine.load
 
     def loaded(*args: Any, **options: Any) -> Engine:

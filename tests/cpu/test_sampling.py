@@ -131,7 +131,7 @@ def test_filters_keep_the_right_tokens(kw: dict[str, float], allowed: set[int]) 
 
 @pytest.mark.parametrize("n", [0.3, 1.0, 1.5, 2.0, 5.0])
 def test_top_n_sigma_is_that_of_llama_cpp(n: float) -> None:
-    """As in llama-sampler.cpp: one value after the other, without those at -inf."""
+    """Compute it as llama-sampler.cpp does: value by value, without those at -inf."""
     generator = torch.Generator().manual_seed(int(10 * n))
     for scale in (0.5, 4.0, 30.0):
         row = (torch.randn(3000, generator=generator) * scale).tolist()
