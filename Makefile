@@ -12,8 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test test-all compiler test-kernels check package-check docs bench-cpu clean install-torch \
-        install-others
+.PHONY: help demo test test-all compiler test-kernels check package-check docs bench-cpu clean
 
 help:
 	@echo "make demo         set up, then do the whole job on the bundled model family"
@@ -84,15 +83,9 @@ $(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
 	@$(PIP) filelock fsspec jinja2 typing-extensions
-	@$(MAKE) --no-print-directory -j2 install-torch install-others
+	@$(PIP) torch & $(PIP) -e '.[dev,oracle]'; code=$$?; wait $$! && exit $$code
 	@$(PIP) -e '.[test,dev,oracle]'
 	@touch $@ $(VENV)/.package
-
-install-torch:
-	@$(PIP) torch
-
-install-others:
-	@$(PIP) -e '.[dev,oracle]'
 
 $(VENV)/.oracle: $(VENV)/.tests
 	@# Their own requirements name builds of torchvision and torchaudio that are not needed here.
