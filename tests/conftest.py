@@ -27,8 +27,8 @@ def pytest_collection() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run all files of tests/oracle in one worker: the others need not import transformers' models
-    and speculators, which takes as long as importing all tests. So are those of tests/fuzz: files
-    with few tests come last, and one there has two long ones, for which the other core waited."""
+    and speculators, which takes as long as importing all tests. The same for tests/fuzz: files with
+    few tests come last, and one there has two long ones, for which the other core waited."""
     from xdist.scheduler import LoadFileScheduling
 
     class WholeFolders(LoadFileScheduling):

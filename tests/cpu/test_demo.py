@@ -424,7 +424,7 @@ def test_a_temperature_limits_the_compared_settings() -> None:
     assert verify._settings(0) == [{}]
     assert verify._settings(None) == list(verify.SETTINGS)
     one = verify._settings(0.3)
-    assert len(one) == len({str(s) for s in one}) == 5
+    assert len(one) == len({str(s) for s in one}) == 6
     assert {s["temperature"] for s in one} == {0.3}
 
 
