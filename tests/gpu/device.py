@@ -8,7 +8,7 @@ import torch
 EMULATED = not torch.cuda.is_available()
 GPU = os.environ.get("G4SPEC_TEST_GPU", "cuda")
 EMULATE = os.environ.get("G4SPEC_EMULATE", "").split(",")
-"""What the emulator does besides the last case of each test: `all`, `checked`, or both."""
+"""Modes of the emulator, which otherwise runs the last case of each test: `all`, `checked`."""
 DEVICE = "cpu" if EMULATED else GPU
 
 needs_gpu = pytest.mark.skipif(EMULATED, reason="needs a CUDA device")

@@ -38,7 +38,7 @@ MAX_ROWS = 1 << 16
 
 
 @functools.cache
-def gated_scales(device: torch.device) -> torch.Tensor:
+def _gated_scales(device: torch.device) -> torch.Tensor:
     """Return `GATED_SCALE` for each of MAX_ROWS rows. Must not be called first during a capture,
     which would not write them."""
     return torch.full((MAX_ROWS,), GATED_SCALE, dtype=torch.float32, device=device)
@@ -47,7 +47,7 @@ def gated_scales(device: torch.device) -> torch.Tensor:
 def gated_scale(device: torch.device, groups: int = 1) -> torch.Tensor:
     """Return `GATED_SCALE` for each row of groups of 16."""
     assert groups <= MAX_ROWS // GROUP_ROWS, groups
-    return gated_scales(device)[: GROUP_ROWS * groups]
+    return _gated_scales(device)[: GROUP_ROWS * groups]
 
 
 def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> PackedRows:
