@@ -53,6 +53,7 @@ def main() -> None:
                 line[f"{count} x {name}"] = cycles(f"beside<{n}, {op}, {count}>")
         found[f"{n} rows, beside"] = line
         if n < 128:  # sums of two tiles of 128 rows do not fit into registers
+            found[f"{n} rows, 8-bit activations"] = {"dequantized": cycles(f"integers<{n}>")}
             found[f"{n} rows, scaled and added, weights"] = {
                 name: cycles(f"scaled<{n}, {kind}>")
                 for kind, name in enumerate(OPERANDS if n == 64 else OPERANDS[:2])
