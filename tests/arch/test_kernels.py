@@ -73,11 +73,10 @@ def _groups(declared: list[units.Unit], arch: str) -> list[Group]:
 def _compiled(group: Group) -> dict[units.Job, nvrtc.Cubin]:
     """Return the cubins of a group, from the cache if all are there. The cache has only the first
     bytes of their code, by which it knows the kind: all instances have the same code."""
-    sources = nvrtc.closure(group.file)
-    keys = [nvrtc.key(sources, name, group.arch) for name in group.names]
+    keys = [nvrtc.key(group.file, name, group.arch) for name in group.names]
     cubins = [cubin for key in keys if (cubin := disk_cache.load(key, group.arch))]
     if len(cubins) < len(keys):
-        found = nvrtc.compile_together(sources, group.names, group.arch)
+        found = nvrtc.compile_together(nvrtc.closure(group.file), group.names, group.arch)
         cubins = [replace(cubin, code=cubin.code[:4]) for cubin in found]
         for key, cubin in zip(keys, cubins, strict=True):
             disk_cache.store(key, cubin)
@@ -215,8 +214,9 @@ def test_the_header_is_part_of_the_cache_key(monkeypatch: pytest.MonkeyPatch) ->
     """A kernel compiled with other constants has another key."""
 
     def key() -> str:
-        nvrtc.closure.cache_clear()  # as in another process
-        return nvrtc.key(nvrtc.closure("accept.cu"), "accept", "sm_80")
+        for read in (nvrtc.closure, nvrtc.sources_digest):
+            read.cache_clear()  # as in another process
+        return nvrtc.key("accept.cu", "accept", "sm_80")
 
     before = key()
     with monkeypatch.context() as patch:

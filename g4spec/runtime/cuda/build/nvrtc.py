@@ -12,7 +12,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -258,10 +258,19 @@ def check_arch(arch: str) -> None:
         )
 
 
-def key(sources: Mapping[str, str], name: str, arch: str) -> str:
+def key(file: str, name: str, arch: str) -> str:
     """Return the cache key of a compilation: a hash of sources, options, name expression and NVRTC
     build."""
-    parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
+    return _digest([sources_digest(file), build(), *options(arch), name])
+
+
+@functools.cache
+def sources_digest(file: str) -> str:
+    """Return a hash of all sources of a kernel file (see `closure`)."""
+    return _digest(text for pair in closure(file).items() for text in pair)
+
+
+def _digest(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()

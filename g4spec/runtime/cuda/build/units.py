@@ -80,16 +80,15 @@ def registered() -> dict[str, list[Unit]]:
 
 
 def _load(job: Job) -> nvrtc.Cubin | None:
-    return cache.load(nvrtc.key(nvrtc.closure(job.file), job.name, job.arch), job.arch)
+    return cache.load(nvrtc.key(job.file, job.name, job.arch), job.arch)
 
 
 def cached(job: Job) -> nvrtc.Cubin:
     """Return a cubin from the disk cache; compile and store it if it is missing."""
-    sources = nvrtc.closure(job.file)
-    key = nvrtc.key(sources, job.name, job.arch)
+    key = nvrtc.key(job.file, job.name, job.arch)
     cubin = cache.load(key, job.arch)
     if cubin is None:
-        cubin = nvrtc.compile(sources, job.name, job.arch)
+        cubin = nvrtc.compile(nvrtc.closure(job.file), job.name, job.arch)
         cache.store(key, cubin)
     return cubin
 
