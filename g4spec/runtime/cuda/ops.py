@@ -24,7 +24,7 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import sum_in_order
 from g4spec.ops.spans import Span
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import ACT_COLUMNS, GROUP_ROWS
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
@@ -86,7 +86,7 @@ class CudaOps(Ops):
     def __init__(self, device: str = "cuda", portable: bool = False) -> None:
         super().__init__(device)
         self.title = torch.cuda.get_device_name(self.device)
-        self.portable = portable or launch.arch(self.device.index) not in attention.TENSOR_ARCHS
+        self.portable = portable or launch.arch(self.device.index) not in nvrtc.TENSOR_ARCHS
         arch = launch.arch(self.device.index)
         self.title += f", kernels of {arch}" if arch != launch.own_arch(self.device.index) else ""
         self.title += ", portable kernels" if self.portable else ""

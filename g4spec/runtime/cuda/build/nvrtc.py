@@ -23,6 +23,9 @@ from g4spec.runtime.cuda.build import constants
 # Tests compile every kernel for all of these. A cubin runs on its own architecture and on later
 # minor versions of the same major one. sm_90a adds instructions that only Hopper has.
 ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_121")
+TENSOR_ARCHS = tuple(a for a in ARCHS if a not in ("sm_70", "sm_75"))
+"""Architectures with the MMA and asynchronous copy instructions of the matmul, attention and expert
+kernels. Older GPUs run those of `cuda/portable/` instead."""
 # Maximum shared memory of a block in bytes (CUDA programming guide, "Compute Capabilities").
 SHARED_LIMIT = {
     "sm_70": 98304,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     GATED_CHANNELS,
     GATED_THREADS,
@@ -25,7 +25,6 @@ from g4spec.runtime.cuda.build.constants import (
     ROUTE_WARPS,
 )
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS
 from g4spec.runtime.cuda.weights.dequant import Products, Weight
 
 SHRUNK = 2.0**-6
@@ -208,7 +207,7 @@ class Experts:
 
 def _without_bf16(arch: str) -> bool:
     """Return whether a GPU has no fast bf16 matmul: those before sm_80."""
-    return arch not in TENSOR_ARCHS
+    return arch not in nvrtc.TENSOR_ARCHS
 
 
 def _grouped(spec: LayerSpec, n_embd: int, arch: str) -> bool:

@@ -35,10 +35,6 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.attention_chunks import Chunks, tile_keys
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
-TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
-"""Architectures with the MMA and copy instructions of `attention.cu`; others use the plain kernel.
-"""
-
 _STATIC = 2176  # bytes of shared memory that the kernel declares statically
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Maximum bytes of tiles in flight in a block, by head_dim."""
@@ -191,7 +187,7 @@ def attend(
     sums = torch.empty(*size, head_dim, dtype=torch.float32, device=q.device)
     tops = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
     arch = launch.arch(q.device.index)
-    plain = arch not in TENSOR_ARCHS if plain is None else plain
+    plain = arch not in nvrtc.TENSOR_ARCHS if plain is None else plain
     common = _cache_arguments(kv) | {
         "q": q,
         "first": first,
@@ -335,7 +331,7 @@ def list_units() -> list[Unit]:
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=80)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
-    for arch in TENSOR_ARCHS:
+    for arch in nvrtc.TENSOR_ARCHS:
         for (head_dim, rotary_pairs), kind in itertools.product(ways, KINDS):
             rows = range(1, MAX_STEP_ROWS * 16 + 1)
             shapes = sorted(

@@ -26,7 +26,7 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cache_types import TYPES
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import Heads
-from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, AttentionConfig
+from g4spec.runtime.cuda.step.attention import AttentionConfig
 from g4spec.runtime.cuda.step.attention_chunks import Chunks
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
@@ -196,7 +196,7 @@ def _archs(chunk: int, few: bool = False) -> tuple[str, ...]:
     if few:
         each = [WINDOW_WARPS // n * (_shared(chunk, 1, n) + _STATIC) for n in FEW_WARPS]
         most = max(most, max(each) - _RESERVED)
-    return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
+    return tuple(a for a in nvrtc.TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
 def list_units() -> list[Unit]:

@@ -33,9 +33,6 @@ from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import GateUpPairs, Matrix, interleave_experts
 from g4spec.runtime.cuda.weights.packing import format_name, unit_bytes
 
-ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
-"""Architectures whose tensor cores have the MMA instruction of the kernel."""
-
 TEAMS = 2
 """Teams of four warps that multiply."""
 
@@ -383,4 +380,4 @@ def list_units() -> list[Unit]:
     """Return the instances that tests compile."""
     finishes = tuple(finish_instance(SHAPE, split) for split in (False, True))
     finish = Unit("experts_finish.cu", finishes, max_registers=128)
-    return [*(_unit(arch) for arch in ARCHS), finish]
+    return [*(_unit(arch) for arch in nvrtc.TENSOR_ARCHS), finish]

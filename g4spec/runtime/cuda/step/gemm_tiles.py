@@ -23,9 +23,6 @@ from g4spec.runtime.cuda.build.constants import (
 )
 from g4spec.runtime.cuda.weights import packing
 
-ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
-"""Architectures with the tensor-core and copy instructions that the kernels use."""
-
 SCRATCH = dict.fromkeys(("q4_k", "q5_k", "iq3_s"), Q4_K_SCRATCH) | {"q6_k": Q6_K_SCRATCH}
 """Maximum bytes of shared memory that a warp uses for the scales of a unit."""
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import BYTE_ROWS, GEMM_THREADS, GROUP_ROWS, PACK_ROWS
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.gemm_tiles import (
-    ARCHS,
     CODEBOOKS,
     MANY_GROUPS,
     GemmConfig,
@@ -257,7 +256,7 @@ def list_units() -> list[Unit]:
     """Return all instances for one matrix, by architecture, and the common ones for two
     matrices."""
     out = []
-    for arch in ARCHS:
+    for arch in nvrtc.TENSOR_ARCHS:
         cuts = {
             gemm_config(type, unit, groups, tiles, arch)
             for type in packing.PARTS

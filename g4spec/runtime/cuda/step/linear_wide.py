@@ -20,7 +20,6 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.gemm_tiles import (
-    ARCHS,
     MAX_STAGES,
     SCALED_CODEBOOKS,
     GemmConfig,
@@ -199,7 +198,7 @@ def list_units() -> list[Unit]:
     """Return instances for common types in as many row groups as fit, and one of each kernel.
     Kernels without `wgmma` spill registers, nearly all of them outside of the loop over a unit."""
     out = []
-    for arch in ARCHS:
+    for arch in nvrtc.TENSOR_ARCHS:
         q4, q5k, q6, q8, q5, q40 = (
             gemm_config(type, 256, 2, 2, arch)
             for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     BYTE_ROWS,
     GROUP_ROWS,
@@ -31,7 +31,6 @@ from g4spec.runtime.cuda.build.constants import (
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import linear
 from g4spec.runtime.cuda.step.choose import Choice, Chosen
-from g4spec.runtime.cuda.step.gemm_tiles import ARCHS
 from g4spec.runtime.cuda.step.linear import SplitKWorkspace
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, tiles
 from g4spec.runtime.cuda.weights.dequant import Weight
@@ -132,4 +131,6 @@ def _tile(
 
 def list_units() -> list[Unit]:
     """Return the instances that tests compile."""
-    return [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), ARCHS, max_registers=112)]
+    return [
+        Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), nvrtc.TENSOR_ARCHS, max_registers=112)
+    ]
