@@ -88,7 +88,7 @@ Blocks = tuple[NDArray[np.float16], NDArray[np.float16], Floats, Floats]
 """d and dmin [n], integer scales and minima [groups, n]."""
 
 
-def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
+def fit(x: Floats, layout: Layout, weights: Floats | None) -> Fitted:
     """Quantize whole blocks [256 * n], optionally with error weights. Raises Unrepresentable."""
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
@@ -143,7 +143,7 @@ class _Search:
     """Search on one batch of values [size, groups]. `y`: values minus their minimum; `code` and
     `part`: scratch arrays."""
 
-    def __init__(self, x: Floats, layout: Layout, weights: Floats | None = None) -> None:
+    def __init__(self, x: Floats, layout: Layout, weights: Floats | None) -> None:
         self.layout, self.x = layout, columns(x, layout.groups, layout.size)
         x = self.x
         self.top, self.most = F(layout.top), F(layout.most)

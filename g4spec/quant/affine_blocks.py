@@ -11,7 +11,7 @@ from g4spec.quant.format import Bytes, Floats
 
 
 def blocks(
-    x: Floats, dtype: np.dtype[np.void], layout: Layout, weights: Floats | None = None
+    x: Floats, dtype: np.dtype[np.void], layout: Layout, weights: Floats | None
 ) -> tuple[NDArray[np.void], Bytes]:
     """The blocks of Q4_K or Q5_K that `fit` makes of x [256 * n], records [n] of `dtype` with the
     lower four bits of each code in place, and all bits of the codes [32, 8, n]."""

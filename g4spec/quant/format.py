@@ -75,6 +75,8 @@ class Format:
         file_type: `general.file_type` of a file made with `--type NAME`; None if llama.cpp has no
             number for it.
         encode: float32 [n] (n a multiple of `block`) -> uint8; None if it cannot be written.
+        batch: number of values that `encode` is given at a time, so that temporaries stay in a
+            core's cache; 0: all.
         decode: uint8 -> float32; None if it cannot be read.
         stored: numpy type of unquantized values; None for blocks.
         bound: values [n] -> maximum error of each value that quantization explains; None if
@@ -96,6 +98,7 @@ class Format:
     block_bytes: int
     file_type: int | None = None
     encode: Callable[..., Bytes] | None = None
+    batch: int = 0
     decode: Callable[[Bytes], Floats] | None = None
     stored: str | None = None
     bound: Callable[[Floats], Floats] | None = None
@@ -145,10 +148,11 @@ class Format:
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         if not self.quantized and not (good := np.isfinite(flat)).all():
             raise first_invalid(flat, good)  # encoders of blocks check by themselves
-        if weights is None or not self.weighted:
-            return self.encode(flat).reshape(*rows, size)
-        spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32)
-        return self.encode(flat, spread.reshape(-1)).reshape(*rows, size)
+        spread = None
+        if weights is not None and self.weighted:
+            spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32).reshape(-1)
+        batch = self.batch or max(len(flat), 1)
+        return _encode_in_batches(flat, batch, self.encode, spread).reshape(*rows, size)
 
     def first_not_finite(self, raw: Bytes) -> Unrepresentable | None:
         """Return the first NaN or infinite value in the flat bytes of whole blocks, or None. Only
@@ -235,10 +239,10 @@ def columns(x: Floats, groups: int, size: int) -> Floats:
     return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(size, -1)
 
 
-def encode_in_batches(
-    x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
+def _encode_in_batches(
+    x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None
 ) -> Bytes:
-    """Encode `size` values at a time, so that temporaries stay in a core's cache."""
+    """Encode `size` values at a time; see `Format.batch`."""
     out: Bytes | None = None
     written = 0
     for at in range(0, max(len(x), 1), size):

@@ -51,7 +51,7 @@ SPANS = (
 
 
 def encode_symmetric(
-    x: Floats, half: int, weights: Floats | None = None
+    x: Floats, half: int, weights: Floats | None
 ) -> tuple[NDArray[np.float16], Bytes]:
     """Return scales [n] and codes [32, n], with x = scale * (code - half).
 
@@ -77,7 +77,7 @@ def encode_symmetric(
 
 
 def encode_affine(
-    x: Floats, top: int, weights: Floats | None = None
+    x: Floats, top: int, weights: Floats | None
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
     """Return scales [n], minima [n] and codes [32, n] up to `top`, with x = minimum + scale * code.
 

@@ -106,7 +106,7 @@ class Search:
 
     The arrays last until the next search of the same thread."""
 
-    def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None = None) -> None:
+    def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None) -> None:
         self.codes = codes
         shape = codes.size, len(x) // codes.size
         self.x, self.weights, self.code, self.part = scratch(shape)
@@ -221,7 +221,7 @@ def scratch(shape: tuple[int, int]) -> list[Floats]:
 
 
 def fit(
-    x: Floats, codes: CodeSpec, weights: Floats | None = None
+    x: Floats, codes: CodeSpec, weights: Floats | None
 ) -> tuple[NDArray[np.float16], Floats, Floats]:
     """Quantize whole blocks [groups * size * n]: return d [n], integer scales [groups, n], and
     values of codes [size, groups, n]. Raises Unrepresentable."""
@@ -238,7 +238,7 @@ def fit(
 
 
 def fit_single_group(
-    x: Floats, codes: CodeSpec, weights: Floats | None = None
+    x: Floats, codes: CodeSpec, weights: Floats | None
 ) -> tuple[NDArray[np.float16], Floats]:
     """Quantize blocks of one group without an integer scale: return d [n] and values of codes
     [size, n]. Raises Unrepresentable."""

@@ -8,7 +8,7 @@ Source: ggml `block_iq4_nl`; search for the best scale: `g4spec.quant.symmetric`
 import numpy as np
 
 from g4spec.quant import codebook, symmetric
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
@@ -28,10 +28,6 @@ WIDEST = np.float32(24)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, BLOCK * 8 * symmetric.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     d, value = symmetric.fit_single_group(x, CODES, weights)
     out = np.empty(len(d), DTYPE)
     out["d"], out["q"] = d, packed(value.T)
@@ -67,6 +63,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=25,
     encode=encode,
+    batch=BLOCK * 8 * symmetric.BATCH,
     decode=decode,
     bound=bound,
     weighted=True,

@@ -9,7 +9,7 @@ Source: ggml `block_iq4_xs`; search for scales: `g4spec.quant.symmetric`.
 import numpy as np
 
 from g4spec.quant import codebook, symmetric
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 from g4spec.quant.formats import iq4_nl
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
@@ -21,10 +21,6 @@ _GROUP = np.arange(GROUPS, dtype=np.uint16)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     d, scale, value = symmetric.fit(x, CODES, weights)
     whole = symmetric.to_unsigned(scale, -32).T  # [n, groups]
     out = np.empty(len(d), DTYPE)
@@ -55,6 +51,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=30,
     encode=encode,
+    batch=BLOCK * symmetric.BATCH,
     decode=decode,
     bound=bound,
     fallback="iq4_nl",

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 STEPS = (-1.0, -1.3, -0.7, -0.35, 0.0, 0.4, 0.8, 1.2)
@@ -31,10 +31,6 @@ _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, BLOCK * affine.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     found = affine.fit(x, LAYOUT if weights is None else WEIGHTED, weights)
     code = found.codes.astype(np.uint8).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
     out = np.empty(len(found.d), DTYPE)
@@ -65,6 +61,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=10,
     encode=encode,
+    batch=BLOCK * affine.BATCH,
     decode=decode,
     bound=bound,
     fallback="q4_0",

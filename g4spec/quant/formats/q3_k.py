@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from g4spec.quant import symmetric
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-2.7, -3.0, -3.3, -3.6, -3.9, -4.2, -4.5, -4.8, -5.1)
@@ -38,10 +38,6 @@ _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     d, scale, value = symmetric.fit(x, CODES if weights is None else WEIGHTED, weights)
     code = symmetric.to_unsigned(value, -4)  # [16 values, 16 groups, n]
     out = np.empty(len(d), DTYPE)
@@ -102,6 +98,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=11,
     encode=encode,
+    batch=BLOCK * symmetric.BATCH,
     decode=decode,
     bound=bound,
     fallback="q4_0",

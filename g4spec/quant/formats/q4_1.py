@@ -9,16 +9,12 @@ Source: ggml `block_q4_1`; rounding: `g4spec.quant.legacy`.
 import numpy as np
 
 from g4spec.quant import legacy
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 DTYPE = np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)])
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, legacy.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     d, m, codes = legacy.encode_affine(x, 15, weights)
     out = np.empty(len(d), DTYPE)
     out["d"], out["m"] = d, m
@@ -45,6 +41,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=3,
     encode=encode,
+    batch=legacy.BATCH,
     decode=decode,
     bound=bound,
     weighted=True,

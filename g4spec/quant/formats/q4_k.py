@@ -9,17 +9,13 @@ Source: ggml `block_q4_K`; search for scales: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine, affine_blocks
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 LAYOUT = affine.Layout(top=15, rounds=2)
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     out, _ = affine_blocks.blocks(x, DTYPE, LAYOUT, weights)
     return out.view(np.uint8)
 
@@ -41,6 +37,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=None,
     encode=encode,
+    batch=affine.BLOCK * affine.BATCH,
     decode=decode,
     bound=bound,
     fallback="q5_0",

@@ -9,7 +9,7 @@ Source: ggml `block_q5_K`; search for scales: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine, affine_blocks
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 LAYOUT = affine.Layout(top=31, rounds=1)
 DTYPE = np.dtype(
@@ -19,10 +19,6 @@ _GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     out, codes = affine_blocks.blocks(x, DTYPE, LAYOUT, weights)
     high = codes >> 4 << _GROUP[:, None]
     out["high"] = np.bitwise_or.reduce(high, axis=1).T
@@ -47,6 +43,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=16,
     encode=encode,
+    batch=affine.BLOCK * affine.BATCH,
     decode=decode,
     bound=bound,
     fallback="q5_1",

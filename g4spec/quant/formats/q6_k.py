@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec.quant import symmetric
-from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-29.6, -30.2, -30.8, -31.4, -31.7, -32.0, -32.3, -32.6, -32.9)
@@ -34,10 +34,6 @@ DTYPE = np.dtype(
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
-
-
-def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
     d, scale, code = symmetric.fit(x, CODES, weights)
     return _packed(d, scale, symmetric.to_unsigned(code, -32))
 
@@ -81,6 +77,7 @@ FORMAT = Format(
     block_bytes=DTYPE.itemsize,
     file_type=18,
     encode=encode,
+    batch=BLOCK * symmetric.BATCH,
     decode=decode,
     bound=bound,
     fallback="q8_0",
