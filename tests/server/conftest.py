@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from g4spec import convert
+from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import engine_client
 from tests.server import forked_engines
 from tests.server.running_server import Served
@@ -26,6 +28,12 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert.convert(TINY / "target", target)
     convert.convert(TINY / "dflash", folder / "dflash.gguf", target=target)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(family: Path) -> Tokenizer:
+    with GGUF(family / "target.gguf") as file:
+        return Tokenizer.from_gguf(file)
 
 
 @pytest.fixture(scope="session")

@@ -8,12 +8,10 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.core import Cycle
-from g4spec.gguf import GGUF
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import chat
@@ -23,12 +21,6 @@ from g4spec.server.output_parser import AnswerStream, Event, Marks, Parser, Text
 from g4spec.server.response_parts import CompletionLogprobs
 
 MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(family: Any) -> Tokenizer:
-    with GGUF(family / "target.gguf") as file:
-        return Tokenizer.from_gguf(file)
 
 
 def logprobs(token: int) -> tuple[float, list[tuple[int, float]]]:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.gguf import GGUF
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.output_parser import (
     AnswerStream,
@@ -23,12 +22,6 @@ from g4spec.server.output_parser import (
     merge_events,
 )
 from g4spec.server.tool_arguments import Arguments
-
-
-@pytest.fixture(scope="module")
-def tokenizer(family: Any) -> Tokenizer:
-    with GGUF(family / "target.gguf") as file:
-        return Tokenizer.from_gguf(file)
 
 
 @pytest.fixture(scope="module")

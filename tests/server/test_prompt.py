@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF
 from g4spec.runtime import template as runtime_template
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.prompt import Prompt, Prompter
@@ -50,12 +49,6 @@ FIRST = (  # Gemma 4's first templates did not support the role tool
     "{% for r in m.tool_responses or [] %}response:{{ r.name }}={{ r.response }};{% endfor %}"
     "{{ m.content }}{% endfor %}{{ tools[0].function.name if tools }}"
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer(family: Any) -> Tokenizer:
-    with GGUF(family / "target.gguf") as file:
-        return Tokenizer.from_gguf(file)
 
 
 def run(
