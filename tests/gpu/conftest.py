@@ -65,3 +65,10 @@ def _machine() -> Iterator[None]:
     else:
         with torch.cuda.device(GPU):
             yield
+
+
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the emulated GPU have 8 GiB of free memory."""
+    if EMULATED:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))

@@ -6,17 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.gpu import family, hostile
-from tests.gpu.device import EMULATED
 
-
-@pytest.fixture(autouse=True)
-def _memory_of_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the emulated GPU have 8 GiB of free memory."""
-    if EMULATED:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))
+pytestmark = pytest.mark.usefixtures("free_memory")
 
 
 @pytest.mark.parametrize("kind", family.TARGETS)

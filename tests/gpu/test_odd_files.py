@@ -5,20 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from g4spec.runtime.engine import Engine
 from tests.gpu import family, hostile
-from tests.gpu.device import EMULATED, GPU
+from tests.gpu.device import GPU
 from tests.support import malformed
 from tests.support.nvfp4_files import with_nvfp4
 from tests.support.rewritten_files import Change, apart, fused, rewritten
 
-
-@pytest.fixture(autouse=True)
-def _room(monkeypatch: pytest.MonkeyPatch) -> None:
-    if EMULATED:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 33, 1 << 33))
+pytestmark = pytest.mark.usefixtures("free_memory")
 
 
 @pytest.mark.parametrize("kind", family.DRAFTS)
