@@ -58,6 +58,13 @@ CASES: dict[str, tuple[int, int, Pack]] = {
 }
 
 
+def made(case: str) -> list[Matrix]:
+    """Return the matrices of a case, the same each time."""
+    torch.manual_seed(1)
+    count, matrices, _ = CASES[case]
+    return [matrix("q4_k", matrices) for _ in range(count)]
+
+
 @pytest.mark.parametrize("type", ["q4_k", "q8_0"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_matrix_is_stored_twice(case: str, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,35 +95,26 @@ def test_packing_that_fails_can_be_repeated(
 ) -> None:
     """A request fails that memory ends in, or that Ctrl-C ends; the engine and its weights live
     on."""
-    count, matrices, pack = CASES[case]
-
-    def make() -> list[Matrix]:
-        torch.manual_seed(1)
-        return [matrix("q4_k", matrices) for _ in range(count)]
+    pack = CASES[case][2]
 
     def full(*args: object, **more: object) -> None:
         raise problem
 
-    all_of, packed = make(), None
+    all_of, packed = made(case), None
     with monkeypatch.context() as patch:
         patch.setattr(packing if step == "pack" else torch, step, full)
         with contextlib.suppress(problem):  # not all of them concatenate and stack
             packed = pack(all_of)
-    assert weights(packed or pack(all_of)) == weights(pack(make()))
+    assert weights(packed or pack(all_of)) == weights(pack(made(case)))
 
 
 @pytest.mark.parametrize("case", ["a pair", "experts", "experts, gates and ups apart"])
 def test_ctrl_c_at_any_line_loses_no_weights(case: str) -> None:
     """Keep those of a pair, lost between the last line that could give them back and the next."""
-    count, matrices, _ = CASES[case]
     pairs = GateUpPairs()
 
     def pack(of: list[Matrix]) -> Any:
         return pairs(*of) if case == "a pair" else interleave_experts(of[0], (*of, None)[1])
-
-    def make() -> list[Matrix]:
-        torch.manual_seed(1)
-        return [matrix("q4_k", matrices) for _ in range(count)]
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
@@ -128,9 +126,9 @@ def test_ctrl_c_at_any_line_loses_no_weights(case: str) -> None:
             raise KeyboardInterrupt
         return trace
 
-    want, lines, before = weights(pack(make())), 0, sys.gettrace()
+    want, lines, before = weights(pack(made(case))), 0, sys.gettrace()
     while True:
-        all_of, left = make(), lines
+        all_of, left = made(case), lines
         try:
             sys.settrace(trace)
             pack(all_of)
