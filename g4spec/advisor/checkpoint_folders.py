@@ -51,8 +51,8 @@ def _config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _weights(folder: Path, pattern: str = "*.safetensors") -> int:
-    return sum(p.stat().st_size for p in folder.glob(pattern))
+def _weights(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
 
 
 def _integer(text: Mapping[str, Any], key: str, default: int | None = None) -> int:

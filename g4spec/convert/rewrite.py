@@ -258,7 +258,7 @@ class _Rewriter:
         return config
 
     def _rotated_fraction(self, kv: dict[str, Any]) -> None:
-        values = self._floats("rope_freqs.weight")
+        values = self._rope_freqs()
         fraction = float(np.count_nonzero(values == 1)) / max(values.size, 1)
         if fraction != 0.25:
             kv["g4spec.rope_partial"] = fraction
@@ -270,7 +270,7 @@ class _Rewriter:
         if name is None:
             self.notes.append("rope_freqs added: a quarter of each full-attention head rotates")
             return
-        found = self._floats("rope_freqs.weight")
+        found = self._rope_freqs()
         full = {s.head_dim for s in config.body.layers if s.window is None}
         # Compare sizes first: the size in an untrusted configuration may be gigabytes.
         if full != {2 * found.size} or not np.array_equal(found, derived.rope_freqs(config.body)):
@@ -331,8 +331,8 @@ class _Rewriter:
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {current: self.tensors[name].shape for current, name in self.current.items()}
 
-    def _floats(self, current: str) -> NDArray[Any]:
-        return np.asarray(self.tensors[self.current[current]].array()).reshape(-1)
+    def _rope_freqs(self) -> NDArray[Any]:
+        return np.asarray(self.tensors[self.current["rope_freqs.weight"]].array()).reshape(-1)
 
 
 def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:

@@ -91,7 +91,7 @@ def _compare(config: gemma4.Config, backend: CudaBackend) -> tuple[bool, float]:
     ids = torch.randint(4, config.n_vocab, (PROMPT + MAX_STEP_ROWS,), generator=seed).tolist()
     reference = _target(config, exact, TorchBackend(backend.cache_type))
     target = _target(config, held, backend)
-    want, got = _logits(reference, ids, MAX_STEP_ROWS), _logits(target, ids, MAX_STEP_ROWS)
+    want, got = _logits(reference, ids), _logits(target, ids)
     same = all(torch.equal(_step(target, ids, n), got[1 : 1 + n]) for n in range(1, MAX_STEP_ROWS))
     error = (got.double().cpu() - want.double()).abs().amax(-1) / want.abs().amax(-1)
     return same, float(error.max())
@@ -124,10 +124,10 @@ def _target(config: gemma4.Config, weights: dict[str, Any], backend: Backend) ->
     return Target(config, weights, backend, space, PROMPT)
 
 
-def _logits(target: Target, ids: list[int], rows: int) -> torch.Tensor:
-    """Read the prompt. Return the logits of its last row and of a step of `rows` rows."""
+def _logits(target: Target, ids: list[int]) -> torch.Tensor:
+    """Read the prompt. Return the logits of its last row and of a step of MAX_STEP_ROWS rows."""
     last = target.backend.read(target, 0, ids[:PROMPT], 0).hidden[-1:]
-    return torch.cat([target.logits(last).clone(), _step(target, ids, rows)])
+    return torch.cat([target.logits(last).clone(), _step(target, ids, MAX_STEP_ROWS)])
 
 
 def _step(target: Target, ids: list[int], rows: int) -> torch.Tensor:
