@@ -80,14 +80,14 @@ def arguments() -> dict[str, Any]:
 def test_parameters_are_read_from_the_source() -> None:
     assert list(parse(SOURCE)) == ["scale"]
     assert scale().parameters == (
-        Parameter("x", "float", True, True),
-        Parameter("stride", "i64", False, False),
-        Parameter("codes", "u8", True, True),
-        Parameter("y", "float", True, False),
-        Parameter("any", "void", True, False),
-        Parameter("layers", "Layer", True, False),
-        Parameter("n", "int", False, False),
-        Parameter("factor", "float", False, False),
+        Parameter("x", "float", True),
+        Parameter("stride", "i64", False),
+        Parameter("codes", "u8", True),
+        Parameter("y", "float", True),
+        Parameter("any", "void", True),
+        Parameter("layers", "Layer", True),
+        Parameter("n", "int", False),
+        Parameter("factor", "float", False),
     )
     with pytest.raises(ValueError, match="cannot read the parameter 'Point at'"):
         parse("__global__ void at_point(Point at) {}")

@@ -55,13 +55,11 @@ class Parameter:
 
     Attributes:
         type: C type of the number, or of the pointer's target, without `const`.
-        const: the kernel does not write through the pointer.
     """
 
     name: str
     type: str
     pointer: bool
-    const: bool
 
     @property
     def bytes(self) -> int:
@@ -168,7 +166,7 @@ _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+((?:.*\\\n)*.*)$", re
 _KERNEL = re.compile(
     r"__global__\s+(?:(?:void|__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\))\s+)*(\w+)\s*\(([^()]*)\)"
 )
-_PARAMETER = re.compile(r"(const\s+)?([\w:]+(?:\s+(?:long|int|char|short))*)\s*(\*?)\s*(\w+)")
+_PARAMETER = re.compile(r"(?:const\s+)?([\w:]+(?:\s+(?:long|int|char|short))*)\s*(\*?)\s*(\w+)")
 
 
 def parse(source: str) -> dict[str, tuple[Parameter, ...]]:
@@ -191,6 +189,6 @@ def parse(source: str) -> dict[str, tuple[Parameter, ...]]:
 
 def _parameter(kernel: str, text: str) -> Parameter:
     match = _PARAMETER.fullmatch(text)
-    if match is None or not (match[3] or match[2] in SCALARS):
+    if match is None or not (match[2] or match[1] in SCALARS):
         raise ValueError(f"{kernel}: cannot read the parameter '{text}'")
-    return Parameter(match[4], " ".join(match[2].split()), bool(match[3]), bool(match[1]))
+    return Parameter(match[3], " ".join(match[1].split()), bool(match[2]))
