@@ -50,6 +50,7 @@ DRAFTS = (*TAPPED, *ASSISTANT)
 GEMMA = (*TARGETS, *ASSISTANT)
 
 RECONVERT = "convert again from the original checkpoint with g4spec convert"
+COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
 
 class Out(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 
 from g4spec import quant
 from g4spec.validate.needs import Needs
-from g4spec.validate.rule import DRAFTS, WARNING, Finding, Findings, rule
+from g4spec.validate.rule import COMPARE, DRAFTS, WARNING, Finding, Findings, rule
 from g4spec.validate.rules.tables import both_tables
 from g4spec.validate.scan import BLOCKS, FLOATS
 from g4spec.validate.subject import Subject
@@ -22,7 +22,6 @@ SAMPLE = 64  # rows that are sampled of a matrix
 SPREAD, WIDEST = 0.15, 0.45
 OFF = 0.6  # difference of log2(RMS) from the nearest other layer
 LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
 Like = dict[tuple[str, tuple[int, ...]], list[str]]
 

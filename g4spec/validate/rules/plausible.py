@@ -15,6 +15,7 @@ from g4spec.convert import provenance
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import (
+    COMPARE,
     DFLASH,
     DRAFTS,
     ERROR,
@@ -43,7 +44,6 @@ DIGESTS = {
     provenance.TARGET_TOKENIZER: r"[0-9a-f]{64}",
     provenance.T2D_SHA256: r"[0-9a-f]{64}",
 }
-COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
 
 
 @rule("G4-KEY-013", ERROR, "full layers must be where a Gemma 4 has them", on=GEMMA, needs=FILE)
