@@ -76,14 +76,9 @@ class Signature:
 
     def __init__(self, kernel: str, parameters: tuple[Parameter, ...]) -> None:
         self.kernel, self.parameters = kernel, parameters
-        self._pointers = {
-            p.name: frozenset(ELEMENTS[p.type]) if p.type in ELEMENTS else None
-            for p in parameters
-            if p.pointer
-        }
         # Name; is a pointer; accepted dtypes (None: any) or Python types; numpy type.
         self._checks: list[tuple[str, bool, Any, Any]] = [
-            (p.name, True, self._pointers[p.name], None)
+            (p.name, True, frozenset(ELEMENTS[p.type]) if p.type in ELEMENTS else None, None)
             if p.pointer
             else (p.name, False, frozenset(SCALARS[p.type][1]), SCALARS[p.type][0])
             for p in parameters
