@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,6 @@ from g4spec.measure.prompts import (
     prompts,
 )
 from g4spec.measure.recommendation import recommend
-from g4spec.runtime import chooser
 from tests.support import bench_engine, bench_result, memory_models
 
 
@@ -69,13 +67,7 @@ def test_memory_is_planned_and_measured(swept: bench.SweepResult) -> None:
 
 
 def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = chooser.choose_rows
-
-    def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
-        chosen = honest(logits, drafted, *of, **chooser)
-        return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
-
-    monkeypatch.setattr(chooser, "choose_rows", careless)
+    bench_engine.let_drafts_change_texts(monkeypatch)
     config = bench.BenchConfig((0, 3), n_predict=24, repeats=1)
     result = bench.sweep(
         bench_engine.engine(bench_engine.ConstantDraft()), bench_engine.prompts(1), config

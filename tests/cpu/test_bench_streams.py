@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from g4spec.errors import InputError
 from g4spec.measure import bench, bench_streams
 from g4spec.measure.bench_streams import percentile
 from g4spec.measure.prompts import BenchPrompt
-from g4spec.runtime import chooser
 from tests.support import bench_engine, tokens
 from tests.support.memory_engine import engine
 
@@ -95,13 +92,7 @@ def test_percentiles() -> None:
 
 
 def test_a_text_that_changes_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = chooser.choose_rows
-
-    def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
-        chosen = honest(logits, drafted, *of, **chooser)
-        return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
-
-    monkeypatch.setattr(chooser, "choose_rows", careless)
+    bench_engine.let_drafts_change_texts(monkeypatch)
     result = bench_streams.sweep(
         bench_engine.engine(parallel=2),
         bench_engine.prompts(1),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Pick, StepRows
 from g4spec.measure.prompts import BenchPrompt
 from g4spec.models import ngram
+from g4spec.runtime import chooser
 from g4spec.runtime.engine import Engine
 from tests.support import memory_engine
 from tests.support.memory_engine import Characters
@@ -42,6 +44,17 @@ def engine(draft: Draft | None = None, n_ctx: int = 512, parallel: int = 1) -> E
     return memory_engine.engine(
         lambda target: draft or ngram.Drafter(), n_ctx=n_ctx, parallel=parallel
     )
+
+
+def let_drafts_change_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the target choose another last token in each step with drafted tokens."""
+    honest = chooser.choose_rows
+
+    def careless(logits: Any, drafted: Sequence[int], *of: Any, **more: Any) -> list[int]:
+        chosen = honest(logits, drafted, *of, **more)
+        return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
+
+    monkeypatch.setattr(chooser, "choose_rows", careless)
 
 
 def prompts(count: int = 2) -> list[BenchPrompt]:
