@@ -111,13 +111,34 @@ def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     types = text.list(str, "layer_types", _default_types(n_layer))
     if len(types) != n_layer:
         raise InputError("config.json: layer_types", expected=n_layer, found=len(types))
+    types = [*types[:-1], FULL]  # as transformers does, whatever the list says
     sources = shared_kv([kind == SLIDING for kind in types], _count(text, "num_kv_shared_layers"))
-    per_layer = text.sub("per_layer_config")
-    overrides = {int(k): per_layer.sub(k) for k in per_layer.raw if k.isdecimal()}
-    none = Fields({}, per_layer.where)
-    return tuple(
-        _layer_hf(text, i, kind, overrides.get(i, none), sources[i]) for i, kind in enumerate(types)
+    overrides = _overrides(text.sub("per_layer_config"), n_layer)
+    layers = tuple(
+        _layer_hf(text, i, kind, overrides[i], sources[i]) for i, kind in enumerate(types)
     )
+    for kind in set(types):
+        sizes = {s.head_dim for s in layers if (s.window is None) == (kind == FULL)}
+        if len(sizes) > 1:
+            raise Unsupported(
+                f"config.json: per_layer_config: {kind} layers with heads of different sizes",
+                expected="one size, as transformers requires",
+                found=sorted(sizes),
+            )
+    return layers
+
+
+def _overrides(per_layer: Fields, n_layer: int) -> list[Fields]:
+    """Return the values of `per_layer_config` for each layer; unknown keys are refused."""
+    out = [Fields({}, per_layer.where) for _ in range(n_layer)]
+    for key in per_layer.raw:
+        if not key.isdecimal() or int(key) >= n_layer:
+            raise InputError(
+                f"{per_layer.where}: layer {key!r}", expected=f"0 to {n_layer - 1}", found=key
+            )
+        out[int(key)] = per_layer.sub(key)
+        out[int(key)].reject_unknown("head_dim", "num_key_value_heads")
+    return out
 
 
 def _default_types(n_layer: int) -> list[str]:

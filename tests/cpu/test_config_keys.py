@@ -56,6 +56,33 @@ def test_rope_parameters_of_a_target_that_are_not_read_are_refused(
         convert(folder, tmp_path / "x.gguf", dry_run=True)
 
 
+PER_LAYER: dict[str, tuple[dict[str, Any], str]] = {
+    "another key": ({"2": {"rms_norm_eps": 0.1}}, "rms_norm_eps"),
+    "a kind of layer": ({"full_attention": {"head_dim": 32}}, "'full_attention'"),
+    "no such layer": ({"6": {"head_dim": 32}}, "'6'"),
+    "sizes of heads": ({"0": {"head_dim": 32}}, "different sizes"),
+}
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_values_of_single_layers_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
+    """transformers refuses them, too."""
+    values, message = PER_LAYER[name]
+    folder = edit(tiny.target(tmp_path / "target", layers=6), per_layer_config=values)
+    with pytest.raises(InputError, match=message):
+        convert(folder, tmp_path / "x.gguf", dry_run=True)
+
+
+def test_the_last_layer_of_a_target_is_full(tmp_path: Path) -> None:
+    """transformers computes it so even if `layer_types` calls it sliding."""
+    folder = tiny.target(tmp_path / "target", layers=4, period=2)
+    kinds = ["sliding_attention", "full_attention"] + 2 * ["sliding_attention"]
+    convert(edit(folder, layer_types=kinds), tmp_path / "x.gguf")
+    with GGUF(tmp_path / "x.gguf") as file:
+        pattern = file.get("gemma4.attention.sliding_window_pattern")
+    assert pattern == [True, False, True, False]
+
+
 def test_redundant_rope_parameters_are_accepted(tmp_path: Path) -> None:
     folder = edit(
         tiny.target(tmp_path / "target"),
