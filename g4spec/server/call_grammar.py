@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from g4spec.errors import InputError
 from g4spec.server import patterns
 from g4spec.server.exact_numbers import bound_is_enforced
+from g4spec.server.object_members import members
 from g4spec.server.schemas import Resolver, Schema, types_of
 
 FREE = r"""
@@ -147,7 +149,11 @@ class _Rules:
         if (pointer := self._resolver.pointer(schema)) is not None:
             return self._reference(pointer)
         if (branches := self._resolver.branches(schema)) is not None:
-            return self._alternatives([self._value(b) for b in branches if b is not False])
+            rules = []
+            for branch in branches:
+                with suppress(UnsatisfiableSchema):
+                    rules.append(self._value(branch))
+            return self._alternatives(rules)
         options = self._resolver.options(schema)
         return self._alternatives([rule for option in options for rule in self._option(option)])
 
@@ -259,7 +265,7 @@ class _Rules:
             "dependencies",
             "unevaluatedProperties",
         )
-        keys, required, others = self._resolver.members(schema)
+        keys, required, others = members(self._resolver, schema)
         keys = {k: v for k, v in keys.items() if v is not False or k in required}
         extra = self._extra(others, list(keys))
         least, most = self._resolver.counts(schema, "Properties")
@@ -278,6 +284,10 @@ class _Rules:
             except UnsatisfiableSchema:
                 if key in required:
                     raise
+        if (least > len(pairs) and not extra) or (most is not None and most < len(required)):
+            raise UnsatisfiableSchema(
+                f"schema of {self._resolver.where}: no object has as many keys as it wants"
+            )
         if len(pairs) > MAX_UNORDERED_KEYS:
             return self._ordered(pairs, len(required), extra)
         return self._any_order(pairs, len(required), extra, least, most)

@@ -291,6 +291,8 @@ class Resolver:
             x, y = a[keyword], b[keyword]
             if x != y:
                 out[keyword] = self._combine(keyword, x, y, out)
+        for one, other in ((a, b), (b, a)):
+            self._apply_additional(one, other, out)
         if "type" in a and "type" in b:
             both = [t for t in TYPES if _allows(types_of(a), t) and _allows(types_of(b), t)]
             if not both:
@@ -314,6 +316,17 @@ class Resolver:
             self.unsupported(f"allOf with two different {keyword}", schema)
         return x
 
+    def _apply_additional(self, one: Schema, other: Schema, out: dict[str, Any]) -> None:
+        """Apply `additionalProperties` of one of two schemas to keys that only the other lists."""
+        more, listed = one.get("additionalProperties", True), out.get("properties")
+        if more is True or not isinstance(listed, Mapping):
+            return
+        if "patternProperties" in one:
+            self.unsupported("allOf with patternProperties and additionalProperties", out)
+        own, keys = one.get("properties", {}), other.get("properties", {})
+        changed = {k: more and {"allOf": [listed[k], more]} for k in keys if k not in own}
+        out["properties"] = {**listed, **changed}
+
     # ---- parts
 
     def items(self, schema: Schema) -> tuple[list[Any], Any]:
@@ -336,31 +349,6 @@ class Resolver:
         if most is not None and most < least:
             raise self.error(f"min{what} is larger than max{what}")
         return least, most
-
-    def members(
-        self, schema: Schema
-    ) -> tuple[dict[str, Any], set[str], list[tuple[str | None, Any]]]:
-        """Return the listed keys with their schemas, the required keys, and the (pattern, schema)
-        pairs of other keys (pattern None: any key)."""
-        keys = schema.get("properties", {})
-        required = schema.get("required", [])
-        if not isinstance(keys, Mapping) or not isinstance(required, list):
-            raise self.error(
-                "properties, required",
-                expected="an object and a list",
-                found=f"{keys!r:.40} and {required!r:.40}",
-            )
-        listed = "properties" in schema or "patternProperties" in schema
-        more = schema.get("additionalProperties", not listed)
-        keys = {str(k): v for k, v in keys.items()}
-        for name in required:
-            keys.setdefault(str(name), schema.get("additionalProperties", True))
-        others: list[tuple[str | None, Any]] = list(schema.get("patternProperties", {}).items())
-        if others and more is not False:
-            self.unsupported("patternProperties together with additionalProperties", schema)
-            others = []
-        others += [] if more is False else [(None, more)]
-        return keys, set(map(str, required)), others
 
 
 def _keywords(schema: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -249,6 +250,37 @@ def test_calls_are_valid_against_their_schema(
     assert len(found) > 1 or (found and name == "nothing")
 
 
+ONE_OF_TWO = {"allOf": [{**objects(a={}), "additionalProperties": False}, objects(a={}, b={})]}
+JUDGED: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"minProperties": 1}, {"{a:1}": "yes", "{}": "no"}),
+    (
+        {**objects(a={}), "patternProperties": {"^a": {"type": "null"}}},
+        {"{a:null}": "yes", "{a:1}": "no"},
+    ),
+    (objects(x=ONE_OF_TWO), {"{x:{a:1}}": "yes", "{x:{b:1}}": "no"}),
+    (
+        objects(x={"anyOf": [{"type": "null"}, {"type": "array", "enum": ["x"]}]}),
+        {"{x:null}": "yes", "{x:1}": "no"},
+    ),
+]
+
+
+@pytest.mark.parametrize("schema, texts", JUDGED)
+def test_arguments_are_judged_as_by_jsonschema(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, schema: dict[str, Any], texts: dict[str, str]
+) -> None:
+    functions = [Function("f", parameters={"properties": {}, **schema, "type": "object"})]
+    for text, judged in texts.items():
+        mask = vocabulary.mask(grammar.inside_calls(MARKS, functions, parallel=False))
+        ids = [MARKS.call, *tokenizer.encode(f"call:f{text}", bos=False), MARKS.call_end]
+        fits = all(
+            (allowed := mask(ids[:i])) is not None and allowed[ids[i]] for i in range(1, len(ids))
+        )
+        value = json.loads(re.sub("[a-z](?=:)", r'"\g<0>"', text))
+        valid = jsonschema.Draft202012Validator(schema).is_valid(value)
+        assert (fits, valid) == ((True, True) if judged == "yes" else (False, False)), text
+
+
 REFUSED = {
     "uniqueItems": objects(a={"type": "array", "uniqueItems": True}),
     "not": objects(a={"not": {"type": "null"}}),
@@ -298,6 +330,8 @@ def test_unenforceable_schemas_are_refused_when_strict(
         {**objects(), "required": ["a"], "additionalProperties": False},
         objects(a={"type": "array", "minItems": 3, "maxItems": 1}),
         objects(a={"type": "array", "minItems": -1}),
+        {**objects(a={}), "minProperties": 2, "additionalProperties": False},
+        {**objects(a={}), "maxProperties": 0, "required": ["a"]},
         objects(a={"allOf": 3}),
         objects(a={"allOf": [{"minLength": "x"}, {"minLength": 3}]}),
         objects(a={"allOf": [{"properties": 3}, {"properties": {}}]}),
