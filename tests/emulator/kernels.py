@@ -3,9 +3,9 @@
     with kernels.installed("sm_90a"):
         attend(q, kv, first, last, scale)  # tensors on the CPU
 
-Kernels are compiled from the same files by g++, with ptx.cuh and wgmma.cuh replaced by the files
-in this folder. `installed(arch, checked=True)` is slower and also reports out-of-bounds accesses
-and data races (check.cpp). See README.md.
+Kernels are compiled from the same files by g++, with ptx.cuh, mbarrier.cuh and wgmma.cuh replaced
+by the files in this folder. `installed(arch, checked=True)` is slower and also reports
+out-of-bounds accesses and data races (check.cpp). See README.md.
 """
 
 import contextlib
@@ -30,7 +30,10 @@ from tests.emulator import capture_guard, runtime
 
 HERE = Path(__file__).parent
 CPU = torch.device("cpu")
-HEADERS = ("check.h", "machine.h", "scheduler.h", "cuda.h", "products.h", "ptx.cuh", "wgmma.cuh")
+HEADERS = (
+    *("check.h", "machine.h", "scheduler.h", "cuda.h", "products.h"),
+    *("ptx.cuh", "mbarrier.cuh", "wgmma.cuh"),
+)
 MACHINE = ("machine.cpp", "scheduler.cpp")
 CHECKER = ("check.cpp", "check.h", "sanitizer.h")
 PRODUCTS = ("products.cpp", "products.h")

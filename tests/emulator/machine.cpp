@@ -92,16 +92,12 @@ void arrive(uint64_t* bar, int64_t bytes) {
   check::mbarrier_arrive(bar);
   complete_if_done(bar, b);
 }
-bool mbarrier_phase_done(uint64_t* bar, unsigned parity, bool wait) {
+void wait(uint64_t* bar, unsigned parity) {
   check::atomic(bar, sizeof *bar);
   check::Quiet quiet;
   const Mbarrier& b = mbarrier_at(bar);
-  while ((b.phase & 1) == parity) {
-    if (!wait) return yield(), false;  // the caller polls
-    wait_while(b.phase, b.phase, "mbarrier");
-  }
+  while ((b.phase & 1) == parity) wait_while(b.phase, b.phase, "mbarrier");
   check::barrier_pass(bar);
-  return true;
 }
 
 bool deliver_one(Block& block) {

@@ -162,8 +162,8 @@ void acquire_registers(uint64_t wanted);
 
 void init(uint64_t* bar, unsigned arrivals);
 void arrive(uint64_t* bar, int64_t bytes = 0);
-// True once the phase of this parity has completed; `wait`: block until then.
-bool mbarrier_phase_done(uint64_t* bar, unsigned parity, bool wait);
+// Block until the phase of this parity has completed.
+void wait(uint64_t* bar, unsigned parity);
 
 // ---- cp.async and bulk copies ----
 

@@ -190,30 +190,6 @@ inline void ldmatrix(u32 (&r)[4], const void* row, bool turned) {
 inline void ldmatrix_x4(u32 (&r)[4], const void* row) { ldmatrix(r, row, false); }
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* row) { ldmatrix(r, row, true); }
 
-inline void mbarrier_init(u64* bar, u32 arrivals) {
-  shared_address(bar);
-  check::write(bar, sizeof *bar);
-  machine::init(bar, arrivals);
-}
-inline void mbarrier_init_fence() {}
-inline void mbarrier_arrive(u64* bar) { machine::arrive(bar); }
-inline bool mbarrier_test_wait(u64* bar, u32 parity) {
-  return machine::mbarrier_phase_done(bar, parity, false);
-}
-inline void mbarrier_wait(u64* bar, u32 parity) { machine::mbarrier_phase_done(bar, parity, true); }
-inline void fence_proxy_async() { check::proxy_fence(); }
-inline void fence_proxy_async_shared() { check::proxy_fence(); }
-inline void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
-inline void cp_async_bulk(void* to, const void* from, u32 bytes, u64* bar) {
-  aligned(to, 16), aligned(from, 16);
-  if (bytes % 16) machine::fail("a bulk copy of %u bytes", bytes);
-  shared_address(to);
-  machine::cp_async_bulk(to, from, bytes, bar);
-}
-inline void cp_async_bulk_evict_first(void* to, const void* from, u32 bytes, u64* bar) {
-  cp_async_bulk(to, from, bytes, bar);
-}
-inline void cp_async_mbarrier_arrive(u64* bar) { machine::arrive_copied(bar); }
 inline void griddep_wait() {}
 inline void griddep_launch_dependents() {}
 template <int N>

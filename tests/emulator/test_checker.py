@@ -253,7 +253,7 @@ CASES = {
 def launched(folder: Path, name: str, good: bool) -> None:
     file = folder / "case.cu"
     file.write_text(
-        f'#include "wgmma.cuh"\n#define GOOD {int(good)}\n'
+        f'#include "mbarrier.cuh"\n#include "wgmma.cuh"\n#define GOOD {int(good)}\n'
         "__global__ void run(const float* x, float* y) {\n"
         f"  const int t = threadIdx.x;\n{CASES[name][0]}}}\n"
     )

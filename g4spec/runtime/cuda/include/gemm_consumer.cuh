@@ -16,6 +16,7 @@
 // (`multiply_wgmma`) instead of mma.sync.
 #pragma once
 #include "gemm_tile.cuh"
+#include "mbarrier.cuh"
 
 // A number that is equal in all lanes; with IT the compiler learns that (needed around wgmma).
 template <bool IT>

@@ -2,6 +2,7 @@
 // shared-memory slots that operands pass through. Used by experts.cu.
 #pragma once
 #include "gemm_tile.cuh"
+#include "mbarrier.cuh"
 #include "moe_routing.cuh"
 
 // Arguments of a step. Matrices are packed in groups of 128 rows, each expert separately; gate and

@@ -2,6 +2,7 @@
 // weights in the registers of the threads that hold the wgmma accumulator. A row is a token and one
 // of the KV head's query heads.
 #pragma once
+#include "mbarrier.cuh"
 #include "wgmma.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,6 +1,6 @@
-// Wrappers of the PTX instructions that the kernels use. Each function is one instruction and has
-// its name where it has no plainer one. No host headers are included, so NVRTC needs none. Operand
-// shapes and register layouts are those of the PTX ISA, sections "mma" and "cp.async.bulk".
+// Types, and wrappers of the PTX instructions that the kernels use. A function that is one instruction
+// has its name where there is no plainer one. No host headers are included, so NVRTC needs none. Two
+// groups of instructions have headers of their own: mbarrier.cuh and wgmma.cuh.
 #pragma once
 #include "g4spec_constants.cuh"  // generated: build/constants.py
 
@@ -17,16 +17,19 @@ using i64 = long long;
 constexpr u32 FULL_MASK = 0xffffffffu;
 
 // ---- half precision: f16 in a u16, f16x2 in a u32 ----
+
 DEVICE u16 to_half(float x) {
   u16 h;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
   return h;
 }
+
 DEVICE float from_half(u16 h) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
   return x;
 }
+
 DEVICE u32 pack_half2(float low, float high) {
 #if ARCH >= 800
   u32 d;
@@ -36,11 +39,25 @@ DEVICE u32 pack_half2(float low, float high) {
   return (u32)to_half(low) | (u32)to_half(high) << 16;
 #endif
 }
+
 DEVICE u32 mul_half2(u32 a, u32 b) {
   u32 d;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+
+DEVICE u32 sub_half2(u32 a, u32 b) {
+  u32 d;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // Both halves of a times half number `half` (0 or 1) of s, plus that of c.
 DEVICE u32 fma_half2_by(u32 a, u32 s, u32 c, int half) {
   u32 d;
@@ -56,38 +73,9 @@ DEVICE u32 fma_half2_by(u32 a, u32 s, u32 c, int half) {
         : "=r"(d) : "r"(a), "r"(s), "r"(c));
   return d;
 }
-// The upper half of x, which is not NaN, in both halves: a multiplication by 1, which leaves the
-// pipe of shifts and logic free.
-DEVICE u32 copy_upper_half(u32 x) {
-  u32 d;
-  asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %1;\n"
-      "mov.b32 twice, {high, high};\nmul.rn.f16x2 %0, twice, %2;\n}"
-      : "=r"(d) : "r"(x), "r"(0x3c003c00u));
-  return d;
-}
-// c plus the sum of the products of bytes, on the pipe of multiplications.
-DEVICE u32 dot_bytes(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-// x >> 16 as a dot product, which leaves that pipe free too.
-DEVICE u32 dot_upper_half(u32 x) {
-  u32 d;
-  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0x0100u), "r"(0u));
-  return d;
-}
-DEVICE u32 sub_half2(u32 a, u32 b) {
-  u32 d;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
+
 DEVICE float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+
 #if ARCH >= 800
 DEVICE u32 pack_bf16(float low, float high) {
   u32 d;
@@ -96,12 +84,39 @@ DEVICE u32 pack_bf16(float low, float high) {
 }
 #endif
 
+// ---- moves of bits on the FMA pipe, which leave the ALU pipe (shifts, logic) free ----
+
+// The upper half of x, which is not NaN, in both halves: a multiplication by 1.
+DEVICE u32 copy_upper_half(u32 x) {
+  u32 d;
+  asm("{\n.reg .b16 low, high;\n.reg .b32 twice;\nmov.b32 {low, high}, %1;\n"
+      "mov.b32 twice, {high, high};\nmul.rn.f16x2 %0, twice, %2;\n}"
+      : "=r"(d) : "r"(x), "r"(0x3c003c00u));
+  return d;
+}
+
+// x >> 16 as a dot product.
+DEVICE u32 dot_upper_half(u32 x) {
+  u32 d;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0x0100u), "r"(0u));
+  return d;
+}
+
+// c plus the sum of the products of bytes.
+DEVICE u32 dot_bytes(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // ---- approximations in one instruction ----
+
 DEVICE float exp2_approx(float x) {  // within 2 ulp; exp2(-inf) is 0
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
 DEVICE float rcp_approx(float x) {  // within 1 ulp
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -109,15 +124,19 @@ DEVICE float rcp_approx(float x) {  // within 1 ulp
 }
 
 // ---- integers ----
+
 template <int TABLE>
 DEVICE u32 lop3(u32 a, u32 b, u32 c) {
   u32 d;
   asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
   return d;
 }
+
 // (a & b) | c in one instruction.
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
+
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
 // permute() for a selector whose nibbles are all at most 7. __byte_perm masks the selector first;
 // this saves that instruction.
 DEVICE u32 permute_unmasked(u32 a, u32 b, u32 selector) {
@@ -125,9 +144,11 @@ DEVICE u32 permute_unmasked(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
+
 // permute() where a selector nibble above 7 chooses 255 if the sign bit of byte `nibble - 8` is set,
 // else 0.
 DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) { return permute_unmasked(a, b, selector); }
+
 // Maximum of a and b; NaN if either is NaN.
 DEVICE float max_nan(float a, float b) {
 #if ARCH >= 800
@@ -138,6 +159,7 @@ DEVICE float max_nan(float a, float b) {
   return a > b || a != a ? a : b;
 #endif
 }
+
 // Pack four integers in -128 .. 127 as signed bytes, `a` lowest.
 DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
 #if ARCH >= 750
@@ -150,6 +172,7 @@ DEVICE u32 pack_s8x4(int a, int b, int c, int d) {
   return (u32)(a & 255) | (u32)(b & 255) << 8 | (u32)(c & 255) << 16 | (u32)d << 24;
 #endif
 }
+
 // Convert an integer below 2^23 to float in two instructions: v is or-ed into the mantissa of 2^23.
 DEVICE float small_uint_to_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
@@ -168,11 +191,13 @@ DEVICE u32 materialize(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+
 DEVICE int materialize(int x) { return (int)materialize((u32)x); }
 DEVICE float materialize(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
+
 template <class T>
 DEVICE const T* materialize(const T* p) {
   asm volatile("" : "+l"(p));
@@ -191,15 +216,18 @@ DEVICE u32 clock_cycles() {  // low 32 bits of the SM's cycle counter
 }
 
 // ---- named barriers: bar.sync over a subset of the warps of a block ----
+
 DEVICE void named_barrier_sync(int id, int threads) {  // wait until `threads` have arrived
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
 template <int ID, int THREADS>
 DEVICE void named_barrier_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
 // ---- memory ----
+
 DEVICE uint4 load_streaming(const void* p) {  // 16 bytes that are read once: not kept in L1
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -215,9 +243,11 @@ DEVICE u32 load_acquire(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+
 DEVICE void atomic_add_release(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+
 // Acquire and release in one atomic; returns the value before the addition.
 DEVICE u32 atomic_add_acq_rel(u32* p, u32 v) {
   u32 before;
@@ -226,12 +256,12 @@ DEVICE u32 atomic_add_acq_rel(u32* p, u32 v) {
   return before;
 }
 
-// ---- tensor cores: D[16 x 8] = A[16 x 16] B[16 x 8] + C ----
-
-// Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3), columns 2t, 2t + 1 and 2t + 8, 2t + 9;
-// B column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9; C and D rows g and g + 8, columns 2t, 2t + 1.
+// ---- tensor cores ----
 
 #if ARCH >= 800
+// D[16 x 8] = A[16 x 16] B[16 x 8] + C. Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3),
+// columns 2t, 2t + 1 and 2t + 8, 2t + 9; B column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9; C and D rows
+// g and g + 8, columns 2t, 2t + 1 (PTX ISA, "mma").
 DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
@@ -239,6 +269,7 @@ DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const floa
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
         "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
+
 // D += A[16 x 32] B[32 x 8] on signed bytes with int32 sums. Lane 4 g + t holds columns of A (rows
 // of B) 4t .. 4t + 3 and 4t + 16 .. 4t + 19.
 DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -248,11 +279,23 @@ DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <int N>
-DEVICE void
-cp_async_wait_group() {  // wait until at most the N newest groups of this thread are pending
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+// Four 8 x 8 matrices of halves. Lane l gives the address of row l % 8 of matrix l / 8; lane 4 g + t
+// gets columns 2t, 2t + 1 of row g of matrix i in r[i].
+DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
 }
+
+// The same of the transposed matrices.
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+#endif
+
+// ---- cp.async: copies from global to shared memory, of a thread ----
+
+#if ARCH >= 800
 template <int BYTES>
 DEVICE void cp_async(u32 to_shared, const void* from_global) {  // BYTES: 4, 8 or 16
   if constexpr (BYTES == 16)
@@ -262,117 +305,29 @@ DEVICE void cp_async(u32 to_shared, const void* from_global) {  // BYTES: 4, 8 o
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to_shared), "l"(from_global),
                  "n"(BYTES) : "memory");
 }
+
 template <int BYTES>
 DEVICE void cp_async(void* to_shared, const void* from_global) {
   cp_async<BYTES>(shared_address(to_shared), from_global);
 }
+
 DEVICE void cp_async16(void* to_shared, const void* from_global) {
   cp_async<16>(to_shared, from_global);
 }
+
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-DEVICE void ldmatrix_x4(u32 (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
-}
-DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
-}
-#endif
-
-// ---- mbarriers in shared memory, and the copies that complete on them ----
-#if ARCH >= 800
-DEVICE void mbarrier_init(u64* bar, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
-}
-// Make new mbarriers visible to the async proxy (bulk copies). Call it before __syncthreads().
-DEVICE void mbarrier_init_fence() {
-#if ARCH >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-DEVICE void mbarrier_arrive(u64* bar) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
-               ::"r"(shared_address(bar)) : "memory");
-}
-DEVICE void mbarrier_wait(u64* bar,
-                          u32 parity) {  // wait until the phase of this parity has completed
-#if ARCH >= 900
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-      ::"r"(shared_address(bar)), "r"(parity) : "memory");
-#else
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
-      ::"r"(shared_address(bar)), "r"(parity) : "memory");
-#endif
-}
-DEVICE bool mbarrier_test_wait(u64* bar, u32 parity) {  // true if that phase has completed
-  u32 done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-  return done;
-}
-#endif
-
-// Proxy fence between ordinary stores to global memory and bulk copies that read them. The storing
-// thread and the copying thread both execute it.
-DEVICE void fence_proxy_async() {
-#if ARCH >= 900
-  asm volatile("fence.proxy.async;" ::: "memory");
-#endif
-}
-
-#if ARCH >= 900
-// Proxy fence between ordinary writes to shared memory and later accesses of the async proxy: wgmma
-// that reads it, bulk copies that overwrite it.
-DEVICE void fence_proxy_async_shared() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Arrive once, and make the phase expect `bytes` more of copied data. Kernels call it after they
-// have issued the copies: compute-sanitizer's racecheck attributes bulk copies to the issuing
-// thread, and must see them before the arrival.
-DEVICE void mbarrier_arrive_expect_tx(u64* bar, u32 bytes) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
-               ::"r"(shared_address(bar)), "r"(bytes) : "memory");
-}
-// Both pointers 16-byte aligned, `bytes` a multiple of 16; completes on `bar`.
-DEVICE void cp_async_bulk(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
-      : "memory");
-}
-// cp_async_bulk() with an L2 evict-first hint, for data that is read once (weights).
-DEVICE void cp_async_bulk_evict_first(void* to_shared, const void* from_global, u32 bytes,
-                                      u64* bar) {
-  asm volatile(
-      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1], %2, [%3], policy;\n}"
-      ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
-      : "memory");
-}
-#endif
-
-#if ARCH >= 800
-DEVICE void cp_async_mbarrier_arrive(u64* bar) {  // arrive once this thread's cp.async are complete
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar))
-               : "memory");
+// Wait until at most the N newest groups of this thread are pending.
+template <int N>
+DEVICE void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 #endif
 
 // ---- programmatic dependent launch ----
 
-// A kernel may start while its predecessor still runs. Every thread calls `griddep_wait` before its first
-// write, and before its first read of data that the predecessor writes.
+// A kernel may start while its predecessor still runs. Every thread calls `griddep_wait` before its
+// first write, and before its first read of data that the predecessor writes.
 // `griddep_launch_dependents` allows the next kernel to start. It orders no memory accesses.
 
 DEVICE void griddep_wait() {
@@ -380,6 +335,7 @@ DEVICE void griddep_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+
 DEVICE void griddep_launch_dependents() {
 #if ARCH >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -387,11 +343,13 @@ DEVICE void griddep_launch_dependents() {
 }
 
 // ---- setmaxnreg: a warp group releases registers, another one acquires them ----
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 template <int N>
 DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
+
 template <int N>
 DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
