@@ -215,7 +215,6 @@ struct Stage {
   static constexpr int EXCHANGE_BYTES = TEAMS > 1 ? 1024 * NT : 512 * NT;
   static constexpr int SCRATCH = F::SCRATCH > EXCHANGE_BYTES ? F::SCRATCH : EXCHANGE_BYTES;
 };
-constexpr int sum_bytes(int nt) { return GEMM_CONSUMERS * 8 * nt * 4; }
 
 // Last CTA whose partial sum this CTA has to add to row group `group`, the last one of its range.
 // Returns its own index if there is none: the range does not hold the group's first unit, or ends

@@ -182,13 +182,26 @@ DEVICE void run_producer(const GemmWork& w, u8* stages, u64* full, const UnitRan
   }
 }
 
+// Offsets in dynamic shared memory, in bytes: the stages, scratch of the consumer warps, sums of the
+// epilogue [warp][token], mbarriers of the ring, and the format's table, if it has one.
+template <class F, int NT, int ROWS, int STAGES, int G = 1>
+struct GemmShared {
+  using S = Stage<F, NT, ROWS, G>;
+  static constexpr int SCRATCH_AT = STAGES * S::BYTES;
+  static constexpr int SUMS_AT = SCRATCH_AT + GEMM_CONSUMERS * S::SCRATCH;
+  static constexpr int BARRIERS_AT = SUMS_AT + GEMM_CONSUMERS * 8 * NT * 4;
+  static constexpr int TABLE_AT = BARRIERS_AT + 2 * STAGES * S::TEAMS * 8;
+  static constexpr int BYTES = TABLE_AT + TABLE_BYTES<F>;
+};
+
 template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WGMMA = false, class Out>
 DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
-  u8* scratch = shared + STAGES * S::BYTES;
-  float* sums = (float*)(scratch + GEMM_CONSUMERS * S::SCRATCH);
-  u64* full = (u64*)((u8*)sums + sum_bytes(NT));
+  using At = GemmShared<F, NT, ROWS, STAGES, G>;
+  u8* scratch = shared + At::SCRATCH_AT;
+  float* sums = (float*)(shared + At::SUMS_AT);
+  u64* full = (u64*)(shared + At::BARRIERS_AT);
   const int warp = uniform<WGMMA>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
@@ -206,7 +219,7 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   }
   if constexpr (G > 1) redistribute_registers<40, 232>(false);
   if constexpr (TABLE_BYTES<F> > 0) {
-    F::fill_table((u8*)(full + 2 * R::COUNT));
+    F::fill_table(shared + At::TABLE_AT);
     consumers_sync();
   }
 #if ARCH >= 900

@@ -40,6 +40,7 @@ struct Window
   static constexpr int WEIGHTS_AT = ANGLES_AT + MAX_TOKENS * (D / 2) * 8;
   // With two slots: keys and values of the step's tokens whose tile has no slot yet.
   static constexpr int OWN_AT = WEIGHTS_AT + 2 * D * 4, OWN_ROW = D + D / 16;
+  static constexpr int SHARED = OWN_AT + (TWO_SLOTS ? 2 * MAX_TOKENS * OWN_ROW : 0);
   static constexpr int TILE_SUMS_BYTES = Window::ROWS * SUM_PITCH * 4;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
                 "row_codes() and row_scales_at() address tiles of K and of V alike");

@@ -144,7 +144,7 @@ def attend(
         capacity=kv.capacity,
         eps=h.eps,
         scale=scale,
-        shared=_shared(chunk, token_groups, warps),
+        shared=shared_bytes(chunk, token_groups, warps),
     )
     return y
 
@@ -174,7 +174,7 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv, kv.positions).most(min(kv.window + GROUP_ROWS, kv.positions), kv.positions)
 
 
-def _shared(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
+def shared_bytes(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
     """Return the bytes of dynamic shared memory: keys and values of a chunk, or with few warps of
     16 positions for each; queries; for each position and row an attention weight and for each 16
     positions two numbers; for each row two more, and what it sees; a step's rotation angles;
@@ -192,9 +192,9 @@ def _shared(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
 def _archs(chunk: int, few: bool = False) -> tuple[str, ...]:
     """Return the architectures on which a block with chunks of so many positions fits; or several
     blocks of few warps, `WINDOW_WARPS` in all."""
-    most = _shared(chunk, max(TOKEN_GROUPS)) + _STATIC
+    most = shared_bytes(chunk, max(TOKEN_GROUPS)) + _STATIC
     if few:
-        each = [WINDOW_WARPS // n * (_shared(chunk, 1, n) + _STATIC) for n in FEW_WARPS]
+        each = [WINDOW_WARPS // n * (shared_bytes(chunk, 1, n) + _STATIC) for n in FEW_WARPS]
         most = max(most, max(each) - _RESERVED)
     return tuple(a for a in nvrtc.TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
@@ -207,10 +207,10 @@ def list_units() -> list[Unit]:
         archs = _archs(chunk)
         names = tuple(instance(chunk, n, f) for n in slices for f in TOKEN_GROUPS)
         out.append(
-            Unit("attention_window.cu", names, archs, 128, _shared(chunk, max(TOKEN_GROUPS)))
+            Unit("attention_window.cu", names, archs, 128, shared_bytes(chunk, max(TOKEN_GROUPS)))
         )
         for warps in FEW_WARPS:
             few = tuple(instance(chunk, n, 1, warps) for n in slices)
-            size = _shared(chunk, 1, warps)
+            size = shared_bytes(chunk, 1, warps)
             out.append(Unit("attention_window.cu", few, _archs(chunk, few=True), 128, size))
     return out
