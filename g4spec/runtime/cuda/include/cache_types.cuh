@@ -94,10 +94,9 @@ struct Q8Cache {
         most[h] = fmaxf(most[h], fabsf(x.x[h][e])), all += fabsf(x.x[h][e]);
       if (all != all) most[h] = all;
 #pragma unroll
-      for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
+      for (int step = 1; step * V < 32; step *= 2)
         most[h] = MaxNan()(most[h], __shfl_xor_sync(FULL_MASK, most[h], step));
     }
-    if (D < 64) most[0] = most[1] = MaxNan()(most[0], most[1]);  // one Q8_0 block covers both halves
     if (!x.template stored<ROTARY_PAIRS>()) return;
     constexpr int WIDTH = ROTARY_PAIRS ? 2 * ROTARY_PAIRS : D;
 #pragma unroll

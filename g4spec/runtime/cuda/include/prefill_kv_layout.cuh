@@ -59,18 +59,18 @@ struct SharedKvTiles : SwizzledBlocks<D, (D + 2 * CACHE_ROTARY_PAIRS) / 64> {
 // so that both members of a rotated pair (i, i + D/2) are in one lane.
 template <int D>
 struct HeadRow {
-  static constexpr int V = D >= 64 ? D / 64 : 1;
+  static constexpr int V = D / 64;
+  static_assert(V * 64 == D, "a warp holds the whole head");
   float x[2][V];
 
   static DEVICE int lane() { return threadIdx.x % 32; }
-  static DEVICE bool active() { return D >= 64 || lane() * V < D / 2; }
   static DEVICE int at(int half) { return half * (D / 2) + lane() * V; }
 
   // Columns that a plane of the cache stores: all (ROTARY_PAIRS 0), or the first ROTARY_PAIRS of
   // both halves.
   template <int ROTARY_PAIRS>
   static DEVICE bool stored() {
-    return active() && (!ROTARY_PAIRS || lane() * V < ROTARY_PAIRS);
+    return !ROTARY_PAIRS || lane() * V < ROTARY_PAIRS;
   }
   template <int ROTARY_PAIRS>
   static DEVICE int column(int half) {
@@ -79,13 +79,7 @@ struct HeadRow {
 
   DEVICE void load(const u16* row) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (active()) {
-        unpack_row(x[h], row + at(h));
-      } else {
-#pragma unroll
-        for (int e = 0; e < V; ++e) x[h][e] = 0;
-      }
+    for (int h = 0; h < 2; ++h) unpack_row(x[h], row + at(h));
   }
   DEVICE float inverse_rms(float eps) const {
     float s = 0;
@@ -103,7 +97,7 @@ struct HeadRow {
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int e = 0; e < V; ++e)
-        y.x[h][e] = x[h][e] * s * (weight && active() ? weight[at(h) + e] : 1.0f);
+        y.x[h][e] = x[h][e] * s * (weight ? weight[at(h) + e] : 1.0f);
     return y;
   }
   // Rotate the first `rotated` pairs. `turns`: their cosines and sines.

@@ -9,14 +9,14 @@ template <class Layout, int D>
 DEVICE void store_key(u16* keys, int head, i64 capacity, int row, const HeadRow<D>& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (x.active() && Layout::stores_key(x.at(h)))
+    if (Layout::stores_key(x.at(h)))
       pack_row(keys + Layout::key(head, capacity, row, x.at(h)), x.x[h]);
 }
 template <class Layout, int D>
 DEVICE void store_value(u16* values, int head, i64 capacity, int row, const HeadRow<D>& x) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (x.active()) pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
+    pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
 }
 
 // Row index of a position in a cache plane: in the page `pages[position / PAGE]`, or in the ring of
