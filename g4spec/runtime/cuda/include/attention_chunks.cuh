@@ -4,9 +4,7 @@
 // the sequence.
 #pragma once
 #include "kv_storage.cuh"
-#include "ptx.cuh"
-
-#define NEG_INF __int_as_float(0xff800000)
+#include "math.cuh"
 
 // Map of positions to chunks. Chunks have 2^shift positions. With `growing` that holds below
 // GROWTH_START, and each following octave has chunks of twice the size: 2^(GROWTH_SHIFT - shift)

@@ -15,6 +15,7 @@
 // weights; partial sums and sums exchanged between teams are kept per token group. WGMMA: wgmma
 // (`multiply_wgmma`) instead of mma.sync.
 #pragma once
+#include "activations.cuh"
 #include "gemm_tile.cuh"
 #include "mbarrier.cuh"
 

@@ -248,14 +248,6 @@ DEVICE void scale_add(float (&acc)[4], const float (&c)[4], float low, float hig
   acc[3] += high * c[3];
 }
 
-// x * sigmoid(y): SiLU for y = x, GELU (tanh form) for y = gelu_sigmoid_arg(x).
-DEVICE float times_sigmoid(float x, float y) {
-  return x * rcp_approx(1.0f + exp2_approx(y * -1.4426950408889634f));
-}
-DEVICE float gelu_sigmoid_arg(float x) {
-  return 1.5957691216057308f * (x + 0.044715f * (x * x * x));
-}
-
 // Index of a weight row's factor in scratch. A lane's four rows (g and g + 8 of both tiles) are
 // adjacent.
 DEVICE int scratch_slot(int row) { return (row % 8) * 4 + row / 8; }

@@ -1,6 +1,7 @@
 // One head's vector of one token in the registers of a warp: RMS norm, rotary embedding, conversion
 // to half (queries), and storage in the KV cache (layout: g4spec/runtime/cuda/cache/cuda_kv.py).
 #pragma once
+#include "math.cuh"
 #include "reduce.cuh"
 
 // a / b rounded to nearest, given share = 1 / b; without the branches of a division.
@@ -164,7 +165,7 @@ struct HeadVector {
       const float d = divide_rn(most, 127.0f, 1.0f / 127.0f);
       const float rough = rcp_approx(d);
       float inverse = fmaf(rough, fmaf(-d, rough, 1.0f), rough);
-      if (!(inverse < __int_as_float(0x7f800000))) inverse = 0.0f;
+      if (!(inverse < POS_INF)) inverse = 0.0f;
       int codes[4] = {};
 #pragma unroll
       for (int e = 0; e < W; ++e) {

@@ -3,7 +3,7 @@
 // A larger key is a larger value or, among equal values, a lower column. No two keys of a row are
 // equal, so a maximum does not depend on the order of comparisons. NaN is above all numbers.
 #pragma once
-#include "ptx.cuh"
+#include "math.cuh"
 
 // A block reads a span of LOGIT_SPAN columns, a thread QUADS times 16 bytes.
 constexpr int QUADS = LOGIT_SPAN / (4 * LOGIT_THREADS);
@@ -23,7 +23,7 @@ struct Logits {
   DEVICE u64 position(int row) const { return (u64)(positions[row_index(row)] + ahead); }
 
   DEVICE float value(float x) const {
-    if (x == lowest()) return x;
+    if (x == NEG_INF) return x;
     return cap > 0.0f ? cap * tanhf(x / cap) : x;
   }
   // Lower bound of the raw logits whose capped value may round to that of `most`.
@@ -40,7 +40,7 @@ struct Logits {
   }
   DEVICE float load(int row, int column) const {
     const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
-    return out ? lowest() : __ldcg(z + (i64)row * columns + column);
+    return out ? NEG_INF : __ldcg(z + (i64)row * columns + column);
   }
   // Columns start + 4 LOGIT_THREADS j + e of a row; -inf where suppressed or out of range.
   DEVICE void load(float (&v)[QUADS][4], int row, int start) const {
@@ -54,7 +54,7 @@ struct Logits {
         v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
       } else {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) v[j][e] = first + e < columns ? __ldcg(p + first + e) : lowest();
+        for (int e = 0; e < 4; ++e) v[j][e] = first + e < columns ? __ldcg(p + first + e) : NEG_INF;
       }
       out[j] = suppressed && first < columns ? suppressed[first / 32] >> first % 32 : 0;
     }
@@ -62,14 +62,13 @@ struct Logits {
     for (int j = 0; j < QUADS; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (out[j] >> e & 1) v[j][e] = lowest();
+        if (out[j] >> e & 1) v[j][e] = NEG_INF;
   }
-  static DEVICE float lowest() { return __int_as_float(0xff800000); }
 };
 
 DEVICE u64 make_key(float value, int column) {  // never 0; 0 means "no key"
   const u32 bits = value != value ? 0x7fffffffu : __float_as_uint(value + 0.0f);  // -0 is 0
-  return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - (u32)column);
+  return (u64)ordered_bits(bits) << 32 | (0xffffffffu - (u32)column);
 }
 DEVICE float value_of(u64 key) {
   const u32 bits = (u32)(key >> 32);

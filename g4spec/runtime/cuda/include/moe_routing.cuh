@@ -127,15 +127,6 @@ struct RouterScores {
   }
 };
 
-// A number's bits so that they compare like numbers; a real number never gives 0.
-DEVICE u32 float_to_ordered(float x) {
-  const u32 bits = __float_as_uint(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-DEVICE float ordered_to_float(u32 key) {
-  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
-}
-
 // Called by one warp: lane s < K gets the s-th best expert of a row (the lowest index among equals)
 // and its weight.
 template <int EXPERTS, int K>

@@ -2,14 +2,11 @@
 // weights in the registers of the threads that hold the wgmma accumulator. A row is a token and one
 // of the KV head's query heads.
 #pragma once
+#include "math.cuh"
 #include "mbarrier.cuh"
 #include "wgmma.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr float LOG2E = 1.4426950408889634f;
-
-#define NEG_INF __int_as_float(0xff800000)
-
 // State of the two rows (of the warp group's 64) that a thread holds.
 struct OnlineSoftmax {
   float row_max[2] = {NEG_INF, NEG_INF}, sum[2] = {0, 0}, rescale[2];

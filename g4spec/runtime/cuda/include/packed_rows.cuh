@@ -6,7 +6,7 @@
 // then the block's sums. More rows form groups of 16 in the swizzled layout (ldmatrix, wgmma): see
 // `swizzled_word_offset`. The input of experts.cu is in groups of 8 in the fragment layout.
 #pragma once
-#include "ptx.cuh"
+#include "math.cuh"
 
 // Fragment layout: ACT_BYTES per 64 columns of 8 rows. Offsets of the sums in it: sums of 16 values
 // as two halves each (high part and remainder), sums of 32 values as floats and as two halves each.
@@ -56,18 +56,6 @@ DEVICE u32 swizzled_word_offset(u32 blocks, u32 block, u32 row, u32 piece, u32 t
   return (row / 8 * blocks + block) * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
 }
 constexpr u32 NEXT_CHUNK = 16;  // xor-ed to an offset in chunk 2 i, gives chunk 2 i + 1
-
-DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
-DEVICE float4 mul4(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
-DEVICE float4 mul4(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
-DEVICE float4 add4(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-DEVICE float square4(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
-DEVICE float largest4(float4 v) {
-  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-}
-DEVICE bool finite4(float4 v) {  // NaN - NaN and inf - inf are NaN
-  return sum4({v.x - v.x, v.y - v.y, v.z - v.z, v.w - v.w}) == 0.0f;
-}
 
 // Two sums as a half2, and their rounding errors as another.
 DEVICE uint2 split_sums(float a, float b) {

@@ -106,7 +106,7 @@ __global__ __launch_bounds__(PLAIN_THREADS, 4) void attend_plain(
     for (int tile = from; tile <= to; ++tile) {
       const i64 kv_block = (i64)units.unit_of(tile * KEYS) * n_kv + head;
       const i64 at = kv_block * capacity + tile * KEYS % capacity;
-      score<D, Q8, ROTARY_PAIRS>(s, q, k, v, at, tile * KEYS, scale * 1.44269504f);
+      score<D, Q8, ROTARY_PAIRS>(s, q, k, v, at, tile * KEYS, scale * LOG2E);
       __syncthreads();
       scores_to_weights(s);
       __syncthreads();

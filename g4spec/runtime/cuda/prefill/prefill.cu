@@ -1,7 +1,8 @@
 // Prefill: norms with residual addition, and gated activations, between cuBLAS GEMMs. One block per
 // row, which is read once into registers.
+#include "activations.cuh"
 #include "half_rows.cuh"
-#include "packed_rows.cuh"
+#include "math.cuh"
 #include "reduce.cuh"
 
 // A row of H values in the registers of a block of WARPS warps.
@@ -168,11 +169,6 @@ add_experts(const float* h, const u16* y, const i32* places, const float* weight
   if (to) write_row<Half>(a, a.inverse_rms(sums[3], eps), next, row_of<Half, H>(to, row));
 }
 
-DEVICE float gelu(float x) {
-  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-  return x / (1.0f + __expf(-2.0f * inner));  // = 0.5 x (1 + tanh(inner))
-}
-
 // gelu(gate * in_scale) * (up * in_scale) * out_scale. A row interleaves 16 gates and 16 ups, or with
 // HALVES holds all gates first. A thread handles eight channels.
 template <class T, bool HALVES>
@@ -186,7 +182,7 @@ gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
   unpack_row<T>(g, gates);
   unpack_row<T>(u, gates + (HALVES ? width : INTERLEAVE_ROWS));
 #pragma unroll
-  for (int e = 0; e < GATED_CHANNELS; ++e) g[e] = gelu(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
+  for (int e = 0; e < GATED_CHANNELS; ++e) g[e] = gelu_by_exp(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
   pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 
@@ -196,5 +192,5 @@ modulated(const float* gate, const float* powers, const float* by, i64 stride, u
   const int i = blockIdx.y * GATED_THREADS + threadIdx.x;
   if (i >= width) return;
   const i64 row = blockIdx.x;
-  to[row * width + i] = to_half(gelu(gate[row * width + i] * powers[row]) * by[row * stride + i]);
+  to[row * width + i] = to_half(gelu_by_exp(gate[row * width + i] * powers[row]) * by[row * stride + i]);
 }

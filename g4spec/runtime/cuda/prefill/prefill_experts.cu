@@ -1,14 +1,13 @@
 // Prefill MoE routing: choose experts for each row, sort the (row, expert) visits by expert, and
 // gather rows in that order for grouped GEMMs.
-#include "half_rows.cuh"
+#include "math.cuh"
 
 constexpr u32 NONE = 0;
 
 // Integer key that orders (score, id) pairs by score; among equal scores the lower id has the
 // larger key.
 DEVICE u64 sort_key(float x, int id) {
-  const u32 bits = __float_as_uint(x);
-  return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - id);
+  return (u64)float_to_ordered(x) << 32 | (0xffffffffu - id);
 }
 
 // Scores [T, E] -> ids and weights [T, K], best first; one warp per row. Weights: softmax over the

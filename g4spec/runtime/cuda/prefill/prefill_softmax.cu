@@ -2,9 +2,8 @@
 // [heads, rows, keys] between the GEMMs Q K^T and P V. Maximum and sum of a row are carried from
 // one block of keys to the next.
 #include "half_rows.cuh"
+#include "math.cuh"
 #include "reduce.cuh"
-
-#define NEG_INF __int_as_float(0xff800000)
 
 // Grid: (rows, KV heads), one block per row. Row r belongs to token r / group; token t sees the
 // keys at positions t + offset - window + 1 .. t + offset. This block of keys has `keys` keys from

@@ -353,7 +353,7 @@ __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_ch
   const i64 partial = (i64)work.sequence * room * n_kv * rows;
   const Args args = {q + (i64)row * n_kv * group * D, first + row, last + row, sums + partial * D,
                      tops + partial * 2, {keys, key_scales}, {values, value_scales}, tokens, n_kv,
-                     group, capacity, scale * 1.44269504f};
+                     group, capacity, scale * LOG2E};
   if (threadIdx.x < 32 * SCORE_WARPS)
     run_score_warps<S>(shared, work, args, settled);
   else

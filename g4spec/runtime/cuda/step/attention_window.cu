@@ -275,7 +275,7 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   const Args a = {y + (i64)row * 4 * n_kv * D, keys + ring * D, values + ring * D,
                   key_scales + ring * (D / 16), value_scales + ring * (D / 16), sums + partial * D,
                   tops + partial * 2, arrived + sequence * blocks * n_kv, rows, tokens, n_kv, capacity,
-                  row, sequences * tokens, normed, eps, scale * 1.44269504f};
+                  row, sequences * tokens, normed, eps, scale * LOG2E};
   // Issue all loads of data older than the preceding kernel together.
   const int lane = threadIdx.x % 32, own_token = min_of(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);

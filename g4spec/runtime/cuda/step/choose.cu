@@ -31,7 +31,7 @@ struct ThreadMax {
   float most;
   bool nan;
 
-  DEVICE ThreadMax(const float (&v)[QUADS][4]) : most(Logits::lowest()), nan(false) {
+  DEVICE ThreadMax(const float (&v)[QUADS][4]) : most(NEG_INF), nan(false) {
 #pragma unroll
     for (int j = 0; j < QUADS; ++j)
 #pragma unroll
@@ -52,7 +52,7 @@ DEVICE u64 best_greedy(const Logits& logits, const float (&v)[QUADS][4], int sta
   for (int j = 0; j < QUADS; ++j)
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (v[j][e] >= least && v[j][e] != Logits::lowest())
+      if (v[j][e] >= least && v[j][e] != NEG_INF)
         key = MaxKey()(key, make_key(logits.value(v[j][e]), start + j * LOGIT_THREADS * 4 + e));
   return key;
 }
@@ -67,7 +67,7 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
   for (int i = QUADS * 4 - 1; i >= 0; --i)
     if (v[i / 4][i % 4] == seen.most) best = i;
   auto column_of = [&](int i) { return start + i / 4 * LOGIT_THREADS * 4 + i % 4; };
-  float sure = Logits::lowest();
+  float sure = NEG_INF;
   if (seen.most != sure) {
     const u32 word = noise_word(s.seed, position, column_of(best));
     sure = with_noise(logits.value(seen.most), s, gumbel(word));
@@ -89,7 +89,7 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
   for (; left; left &= left - 1) {
     const int column = column_of(__ffs(left) - 1);
     const float x = logits.load(row, column);
-    if (x == Logits::lowest()) continue;
+    if (x == NEG_INF) continue;
     const u32 word = noise_word(s.seed, position, column);
     key = MaxKey()(key, make_key(with_noise(logits.value(x), s, gumbel(word)), column));
   }
@@ -117,7 +117,7 @@ __global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8)
   else
     key = best_greedy(logits, v, start, seen);
   if (seen.nan || (MODE == SampleMode::SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
-    key = make_key(__int_as_float(0x7fc00000), 0);  // the host reports the row as invalid
+    key = make_key(QUIET_NAN, 0);  // the host reports the row as invalid
   key = warp_max_key(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
   __syncthreads();
@@ -139,7 +139,7 @@ struct ChoiceOutput {
     ids[row] = column;
     values[row] = sampled && good ? logits.value(logits.z[(i64)row * logits.columns + column])
                                   : value_of(key);
-    const bool none = !key || value_of(key) == Logits::lowest();
+    const bool none = !key || value_of(key) == NEG_INF;
     bad[logits.row_index(row)] = good                         ? RowFault::NONE
                                  : none && logits.suppressed ? RowFault::SUPPRESSED
                                                              : RowFault::NOT_FINITE;
@@ -212,7 +212,7 @@ DEVICE int count_kept(const u64* best, int n, const Sampling& s) {
   }
   const float total = __shfl_sync(FULL_MASK, before, 31);
   before -= sum;
-  const float least = s.min_p > 0.0f ? value_of(best[0]) + logf(s.min_p) : Logits::lowest();
+  const float least = s.min_p > 0.0f ? value_of(best[0]) + logf(s.min_p) : NEG_INF;
   int below = 0, likely = 0;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
@@ -250,7 +250,7 @@ __global__ __launch_bounds__(TOP_THREADS) void top_end(LOGITS, const Sampling* s
   sort_top_k(list, found, s.top_k, best);
   __syncthreads();
   u64 key = 0;
-  if (me < n && value_of(best[me]) != Logits::lowest()) {
+  if (me < n && value_of(best[me]) != NEG_INF) {
     const int column = column_of(best[me]);
     const float noise = gumbel_of(s.seed, position, column);
     key = make_key(with_noise(value_of(best[me]), s, noise), column);

@@ -1,13 +1,12 @@
 // Elementwise kernels between GEMMs: gated activation functions, per-layer embeddings, soft-capping of
 // logits, and the ranges of positions that rows attend to.
+#include "activations.cuh"
 #include "packed_rows.cuh"
 #include "reduce.cuh"
 
 template <int ACTIVATION>
 DEVICE float activated(float x) {
-  if (ACTIVATION == Activation::SILU) return __fdiv_rn(x, 1.0f + expf(-x));
-  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-  return 0.5f * x * (1.0f + tanhf(inner));
+  return ACTIVATION == Activation::SILU ? silu(x) : gelu(x);
 }
 
 // out = activation(gate) * by. Row m of `gate` and of `by` begins at m times its stride. A thread

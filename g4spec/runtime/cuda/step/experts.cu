@@ -16,13 +16,9 @@
 // spin. The whole grid must therefore be resident, so no second process may share the GPU through
 // MPS. The list is ordered so that a product needs earlier ones only. Counters are zero at the start;
 // experts_finish.cu zeroes them again.
+#include "activations.cuh"
 #include "formats.cuh"
 #include "moe_producers.cuh"
-
-DEVICE float gelu(float x) {
-  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-  return 0.5f * x * (1.0f + tanhf(inner));
-}
 
 template <class S>
 struct MathWarps {

@@ -16,7 +16,7 @@ struct Row : RowRegisters<WARPS, V, WHOLE> {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       most = MaxNan()(most, largest4(v[j]));
-      if (!finite4(v[j])) most = __int_as_float(0x7fc00000);
+      if (!finite4(v[j])) most = QUIET_NAN;
     }
     return most;
   }
@@ -28,7 +28,7 @@ struct Row : RowRegisters<WARPS, V, WHOLE> {
 
 // The power of two s such that most / s is in [512, 1024); 1 for zero, inf and NaN.
 DEVICE float power_of_two_scale(float most) {
-  if (!(most > 0.0f && most < __int_as_float(0x7f800000))) return 1.0f;
+  if (!(most > 0.0f && most < POS_INF)) return 1.0f;
   const int exponent = (int)(__float_as_uint(most) >> 23) - 127 - 9;
   return __int_as_float((max(exponent, -100) + 127) << 23);
 }

@@ -61,7 +61,7 @@ __global__ __launch_bounds__(LOGIT_THREADS) void in_full(const u64* keys, const 
   griddep_wait();
   u64 key = __ldcg(keys + at);
   const int id = column_of(key);
-  const bool any = key && value_of(key) != Logits::lowest();
+  const bool any = key && value_of(key) != NEG_INF;
   float sum = 0;
 #pragma unroll 3
   for (int u = threadIdx.x / 32; any && u < units; u += LOGIT_THREADS / 32)
