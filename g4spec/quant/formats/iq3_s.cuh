@@ -2,7 +2,7 @@
 // multiplied as Q4_K. Views: formats.cuh.
 #pragma once
 #include "codebook_views.cuh"
-#include "q4_k.cuh"
+#include "gemm_affine.cuh"
 
 namespace codebook {
 

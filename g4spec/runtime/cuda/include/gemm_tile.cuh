@@ -6,8 +6,9 @@
 // columns) at a time. In comments g = lane / 4 and t = lane % 4, as in PTX: the row and the column
 // pair of a lane's fragments.
 //
-// Interface of a format F, implemented in g4spec/quant/formats/*.cuh. F::Lane<NT> holds the lane's
-// addresses, which are the same for every unit, and has
+// Interface of a format F, implemented in g4spec/quant/formats/, or for a family of types in this folder
+// (blocks32.cuh, gemm_affine.cuh, gemm_codebook.cuh). F::Lane<NT> holds the lane's addresses, which are
+// the same for every unit, and has
 //   multiply               acc += weights [32 x F::UNIT] * activations [F::UNIT x 8 NT]
 //   multiply_row_groups    the same for G groups of 16 activation rows (swizzled, packed_rows.cuh). A
 //                          weight is dequantized once for all groups; each group adds in the order of
@@ -61,24 +62,6 @@ DEVICE void load_b_fragments(u32 (&b)[2][NT][2], const u8* rows, int k64, int h)
   }
 }
 
-// A lane's operands of 64 columns: 4-bit codes of both weight tiles, their upper bits, and activations.
-template <int NT, class Upper, bool HAS_UPPER = true>
-struct KOperands {
-  uint4 w[2];
-  Upper upper[2];
-  u32 b[2][2][NT][2];
-
-  DEVICE KOperands(const u8* codes, const u8* uppers, const u8* rows, int k64) {
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
-      if constexpr (HAS_UPPER) upper[tile] = ((const Upper*)uppers)[tile * 128 + k64 * 32];
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) load_b_fragments<NT>(b[h], rows, k64, h);
-  }
-};
-
 // Activations of a unit for G row groups in shared memory, swizzled: values [tiles][blocks of 64
 // columns], and the kind of sums that the format needs (F::SUMS) [G][blocks].
 struct GroupedActivations {
@@ -107,21 +90,6 @@ DEVICE void ldmatrix_b_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, in
 DEVICE float2 grouped_sums32(const u8* sums, int k32, int nt, int t) {
   return *(const float2*)(sums + k32 * 64 + (nt * 8 + 2 * t) * 4);
 }
-
-// KOperands without activations, for several row groups.
-template <class Upper, bool HAS_UPPER = true>
-struct KWeights {
-  uint4 w[2];
-  Upper upper[2];
-
-  DEVICE KWeights(const u8* codes, const u8* uppers, int k64) {
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
-      if constexpr (HAS_UPPER) upper[tile] = ((const Upper*)uppers)[tile * 128 + k64 * 32];
-    }
-  }
-};
 
 // Keeps the compiler from moving loads of later row groups up, which would spill registers. Not
 // needed on sm_90a.
