@@ -99,10 +99,10 @@ struct Q6K {
 };
 
 // Approximate GEMM with Q6_K weights (screen.py): reads only the upper two bits u of the codes and
-// the scales, 39 % of the bytes. value ~ d * scale * (16 u - 24), since the lower four bits add 7.5
-// on average. Using the upper six bits of a scale, these products are int8, and activations are
-// int8 with one scale per unit; the error of both is small compared to the missing bits. A unit is
-// one int32 sum (mma m16n8k32 s8).
+// the scales, 39 % of the bytes. value ~ d * scale * (16 u - 24), as if the lower four bits were 8 (7.5
+// is their average). It is 32 d * (scale / 4) * (2 u - 3): with the upper six bits of a scale the last
+// two factors give an int8, and activations are int8 with one scale per unit; the error of both is
+// small compared to the missing bits. A unit is one int32 sum (mma m16n8k32 s8).
 struct Q6KUpper {
   static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER;
   static constexpr int SCRATCH = Q6_K_UPPER_SCRATCH;
@@ -200,7 +200,7 @@ struct Q6KUpper {
 
     static DEVICE void finish(Acc<NT>& acc, const u32 (&c)[2][NT][4], const u8* ds,
                               const u8* row_scales) {
-      float d[4];  // of rows g, g + 8, g + 16, g + 24; times 8 for the codes and 4 for the scales
+      float d[4];  // of rows g, g + 8, g + 16, g + 24; 8 for the codes, 4 for the scales
 #pragma unroll
       for (int i = 0; i < 4; ++i) d[i] = 32.0f * from_half(*(const u16*)(ds + i * 16));
 #pragma unroll

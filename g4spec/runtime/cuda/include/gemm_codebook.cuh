@@ -172,7 +172,7 @@ struct Codebook {
     }
 
     // Subtract minimum * (sum of activations), as an MMA of integer minima with the sums (as
-    // Q6K::subtract_zeros).
+    // `subtract_mins` in gemm_affine.cuh).
     template <int PITCH>
     DEVICE void subtract_minima(float (&acc0)[NT][4], float (&acc1)[NT][4], const u8* own,
                                 const u8* sums) const {
