@@ -12,17 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec import cli
+from g4spec import cli, core
 from g4spec.convert import convert
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv_size import pages_of
-from g4spec.runtime.cuda.build import constants
+from g4spec.ops.spans import Span
+from g4spec.runtime.cuda.build import constants, launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import fits
 from g4spec.runtime.cuda.prefill.rotary import STILL, rotating_freqs
-from g4spec.runtime.cuda.step import attention_chunks, packed_rows
+from g4spec.runtime.cuda.step import attention, attention_chunks, packed_rows
 from g4spec.runtime.cuda.step.experts import ExpertShape, capacity
 from g4spec.runtime.cuda.step.experts import fits as fits_experts
 from g4spec.runtime.cuda.weights import dequant, packing
@@ -89,6 +91,52 @@ def test_head_sizes_that_are_not_whole_blocks(dim: int) -> None:
     assert torch.equal(keys, rows.half().float()) and torch.equal(values, -rows.half().float())
     with pytest.raises(Unsupported, match=f"q8_0 for heads of {dim}.*`cache_type` f16"):
         CudaKV(shape, spread(2, 256, device="cpu"), kind="q8_0")
+
+
+@pytest.mark.parametrize(
+    "n_head,n_kv,n_ctx,taken",
+    [
+        (256, 256, 4096, True),
+        (257, 257, 4096, False),
+        (512, 1, 4096, True),
+        (513, 1, 4096, False),
+        (8, 8, 65535 * 64, True),
+        (8, 8, 65536 * 64, False),
+    ],
+)
+def test_layers_that_work_items_of_attention_cannot_name(
+    n_head: int, n_kv: int, n_ctx: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads from the 257th on were left uncomputed: an item has a byte for the head."""
+    monkeypatch.setattr(launch, "arch", lambda device: "sm_80")
+    table = torch.empty(1, n_ctx // core.PAGE, dtype=torch.int32, device="meta")
+    kv: Any = SimpleNamespace(
+        n_kv=n_kv,
+        head_dim=64,
+        kind="f16",
+        rotary_pairs=0,
+        space=SimpleNamespace(table=table),
+        keys=table,
+    )
+    assert attention.takes(n_head, kv) is taken
+
+
+def test_attention_of_too_many_heads_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "arch", lambda device: "sm_80")
+    kv, ops = (
+        CudaKV(CacheShape(260, 64, None), spread(1, 64, device="cpu")),
+        object.__new__(CudaOps),
+    )
+    ops.portable, ops.without_kernel = False, set()
+    batch = rows_of([(0, 0, 3)], "cpu")
+    kv.append(batch.slots, batch.positions, *torch.randn(2, 3, 260, 64))
+    q, at = torch.randn(3, 260, 64).half(), batch.positions
+    found = ops.attend(q, kv, Span(batch, at * 0, at), 0.125)
+    keys, values = kv.read(0, 0, 2)
+    scores = torch.einsum("thd,nhd->htn", q.float(), keys) * 0.125
+    weights = scores.masked_fill(at[None, :, None] < at, -math.inf).softmax(-1)
+    want = torch.einsum("htn,nhd->thd", weights, values).flatten(1)
+    assert ops.without_kernel == {"attend"} and torch.allclose(found, want, atol=1e-5)
 
 
 # ---- widths and counts

@@ -190,8 +190,8 @@ class CudaOps(Ops):
         if isinstance(q, ProjectedQkv):
             by = self._exchange
             return attention_window.attend(q, kv, batch, first, last, scale, by.arrived, by.count)
-        if q.dtype is torch.float16:
-            portable = self.portable
+        portable = self.portable
+        if q.dtype is torch.float16 and (portable or attention.takes(q.shape[1], kv)):
             out = attention.attend(
                 q, kv, batch, first, last, scale, plain=portable, values=portable
             )

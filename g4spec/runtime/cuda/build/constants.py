@@ -83,6 +83,8 @@ MAX_ROW_CHUNKS = 256
 """Maximum chunks that a row sees."""
 MAX_ITEMS = MAX_ROW_CHUNKS + 8
 """Maximum work items of a block: chunks of keys of one KV head and block of rows."""
+MAX_ITEM_HEADS, MAX_ITEM_TILES = 256, 65535
+"""Maximum KV heads, also blocks of rows, and maximum tiles of keys, that a work item can name."""
 COMBINE_WARPS = 8
 """Warps of a block that combines chunks."""
 PLAIN_THREADS, PLAIN_ROWS = 128, 8

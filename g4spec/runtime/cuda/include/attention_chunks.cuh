@@ -65,6 +65,9 @@ struct __align__(8) WorkItem {
   u8 head, row_block;
 };
 static_assert(sizeof(WorkItem) == 8, "items are read in one load");
+static_assert(MAX_ITEM_HEADS == 1 << 8 * sizeof(WorkItem::head) &&
+                  MAX_ITEM_TILES == (1 << 8 * sizeof(WorkItem::tile)) - 1,
+              "attention.py takes no layer with more");
 
 // `blocks` blocks of the launch work on `sequence`; this block is number `own` of them.
 struct BlockShare {

@@ -21,9 +21,12 @@ from g4spec.runtime.cuda.build.constants import (
     ACT_COLUMNS,
     CACHE_ROTARY_PAIRS,
     COMBINE_WARPS,
+    MAX_ITEM_HEADS,
+    MAX_ITEM_TILES,
     MAX_ITEMS,
     MAX_ROW_CHUNKS,
     MAX_STEP_ROWS,
+    PAGE,
     PLAIN_ROWS,
     PLAIN_THREADS,
 )
@@ -141,6 +144,19 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
     return None
 
 
+def takes(n_head: int, kv: CudaKV) -> bool:
+    """Return whether work items (attention_chunks.cuh) can name the KV heads of a layer, the blocks
+    of its rows, and the tiles of keys of a context. It depends on the layer alone, so that a row
+    has the same bits in any batch. The kernel without tensor cores has no work items."""
+    positions, rows = kv.space.table.shape[1] * PAGE, MAX_STEP_ROWS * n_head // kv.n_kv
+    arch = launch.arch(kv.keys.device.index)
+    return (
+        kv.n_kv <= MAX_ITEM_HEADS
+        and choose(kv.head_dim, kv.kind, rows, arch, kv.rotary_pairs)[1] <= MAX_ITEM_HEADS
+        and positions // tile_keys(kv.head_dim) <= MAX_ITEM_TILES
+    )
+
+
 @dataclass(frozen=True)
 class AttentionOutput:
     """Result of attention: [T, n_head * D] as packed activations, and in float32 if asked for."""
@@ -209,6 +225,7 @@ def attend(
         grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), most)
         kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
+        assert takes(n_head, kv), (n_head, kv.n_kv, kv.space.table.shape)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
