@@ -83,6 +83,8 @@ MAX_ROW_CHUNKS = 256
 """Maximum chunks that a row sees."""
 MAX_ITEMS = MAX_ROW_CHUNKS + 8
 """Maximum work items of a block: chunks of keys of one KV head and block of rows."""
+ATTENTION_WORK_BYTES = 2176
+"""Bytes of static shared memory that launches leave for a block's list of work items."""
 MAX_ITEM_HEADS, MAX_ITEM_TILES = 256, 65535
 """Maximum KV heads, also blocks of rows, and maximum tiles of keys, that a work item can name."""
 COMBINE_WARPS = 8

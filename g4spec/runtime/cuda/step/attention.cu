@@ -336,6 +336,7 @@ __global__ __launch_bounds__(32 * (SCORE_WARPS + VALUE_WARPS), 1) void attend_ch
                             V_STAGES, ROTARY_PAIRS>;
   extern __shared__ __align__(128) char shared[];
   __shared__ AttentionWork<S::KEYS> work;
+  static_assert(sizeof work <= ATTENTION_WORK_BYTES, "attention.py leaves so much shared memory");
   griddep_launch_dependents();
   const int rows = tokens * group, row_blocks = (rows + S::ROWS - 1) / S::ROWS;
   if (threadIdx.x < 32) {

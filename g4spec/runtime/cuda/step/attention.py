@@ -19,6 +19,7 @@ from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.constants import (
     ACT_COLUMNS,
+    ATTENTION_WORK_BYTES,
     CACHE_ROTARY_PAIRS,
     COMBINE_WARPS,
     MAX_ITEM_HEADS,
@@ -38,7 +39,6 @@ from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.attention_chunks import Chunks, tile_keys
 from g4spec.runtime.cuda.step.packed_rows import PackedRows, empty
 
-_STATIC = 2176  # bytes of shared memory that the kernel declares statically
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Maximum bytes of tiles in flight in a block, by head_dim."""
 
@@ -135,7 +135,7 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> AttentionCo
         if head_dim // parts < 64 or keys // parts < 16:
             continue
         shape = AttentionConfig(head_dim, kind, tiles, parts, parts)
-        room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
+        room = min(nvrtc.SHARED_LIMIT[arch] - ATTENTION_WORK_BYTES - shape.fixed, _RING[head_dim])
         count = room // max(shape.stage_bytes)
         if count >= 4:
             return AttentionConfig(
@@ -271,7 +271,9 @@ def _grid(
     threads = 32 * sum(shape.warps)
     limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
     registers = -(-kernel.resources.registers // 8) * 8 * threads
-    each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
+    each = min(
+        limit // (shape.shared + ATTENTION_WORK_BYTES + 1024), 65536 // registers, 1536 // threads
+    )
     pairs = kv.n_kv * blocks
     fitting = MAX_ITEMS // chunks.most(kv.positions, kv.positions)  # pairs in a list, however long
     lists = -(-pairs // min(fitting, pairs))  # of a sequence
