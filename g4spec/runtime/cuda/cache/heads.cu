@@ -1,6 +1,6 @@
 // From the QKV projection to the inputs of attention: RMS norm per head, rotary embedding, queries
 // to half precision, keys and values to the cache. One warp per head and token; a block handles
-// HEADS_PER_BLOCK heads of one token and shares its rotation angles.
+// HEADS_PER_BLOCK heads of one token and shares their cosines and sines.
 #include "cache_types.cuh"
 #include "kv_storage.cuh"
 
@@ -19,15 +19,15 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
                    const i64* positions, const i64* slots, u16* q, int rows, int n_q, int n_kv,
                    int n_read, int first, int flags, float eps) {
   using H = HeadVector<D, PAIRS>;
-  constexpr int ANGLES = (D / 2 + 32 * HEADS_PER_BLOCK - 1) / (32 * HEADS_PER_BLOCK);  // a thread
-  __shared__ float2 angles[D / 2];
+  constexpr int PAIRS_PER_THREAD = (D / 2 + 32 * HEADS_PER_BLOCK - 1) / (32 * HEADS_PER_BLOCK);
+  __shared__ float2 cos_sin[D / 2];
   const int row = blockIdx.y, head = blockIdx.x * HEADS_PER_BLOCK + threadIdx.x / 32, n = n_q + 2 * n_kv;
   const bool is_v = head >= n_q + n_kv;
   const int source = is_v && flags & V_FROM_K ? head - n_kv : head;
   const float* norm = head < n_q ? q_norm : is_v ? nullptr : layer.k_norm;
-  float freq[ANGLES];
+  float freq[PAIRS_PER_THREAD];
 #pragma unroll
-  for (int i = 0; i < ANGLES; ++i) {
+  for (int i = 0; i < PAIRS_PER_THREAD; ++i) {
     const int at = i * 32 * HEADS_PER_BLOCK + threadIdx.x;
     freq[i] = at < D / 2 ? freqs[at] : 0.0f;
   }
@@ -39,15 +39,15 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
   const Units units = {layer.table, (int)layer.width, (int)__ldcg(slots + row)};
   const int unit = n_kv ? units.unit_of((int)position) : 0;
 #pragma unroll
-  for (int i = 0; i < ANGLES; ++i) {
+  for (int i = 0; i < PAIRS_PER_THREAD; ++i) {
     const int at = i * 32 * HEADS_PER_BLOCK + threadIdx.x;
-    if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
+    if (at < D / 2) cos_sin[at] = cos_sin_of((float)position * freq[i]);
   }
   griddep_wait();
   if (head < n) x.template load<SLICES>(y, row, rows, n_read, first + source);
   __syncthreads();
   if (head >= n) return;
-  x.finish(is_v && flags & NORM_V, norm, weight, !is_v, angles, eps);
+  x.finish(is_v && flags & NORM_V, norm, weight, !is_v, cos_sin, eps);
   if (is_q) {
     if (ROTARY_PAIRS) x.template scale<ROTARY_PAIRS>(k_weight);
     x.template store<0>(q + ((i64)row * n_q + head) * D);

@@ -10,10 +10,10 @@ DEVICE float divide_rn(float a, float b, float share) {
   return fmaf(fmaf(-q, b, a), share, q);
 }
 
-// {cos, sin} of 0 to 2^20 radians, absolute error at most 1.2e-7: range reduction by pi/2 in three
+// {cos, sin} of an angle of 0 to 2^20 radians, absolute error at most 1.2e-7: range reduction by pi/2 in three
 // parts, then polynomials that interpolate at Chebyshev nodes. sincosf has a slow path beyond
 // 105,615 that needs local memory.
-DEVICE float2 cos_sin(float angle) {
+DEVICE float2 cos_sin_of(float angle) {
   const float k = rintf(angle * 0.636619772f);
   float r = fmaf(k, -1.57079637f, angle);
   r = fmaf(k, 4.37113900e-8f, r);
@@ -105,27 +105,27 @@ struct HeadVector {
     b = b * by.x + a * by.y;
     a = x;
   }
-  DEVICE void rotate(const float2* angles) {
+  DEVICE void rotate(const float2* cos_sin) {  // of each pair
     if constexpr (PAIRS) {
 #pragma unroll
       for (int j = 0; j < J; ++j)
 #pragma unroll
-        for (int e = 0; e < W; e += 2) rotate_pair(v[j][e], v[j][e + 1], angles[(at(j) + e) / 2]);
+        for (int e = 0; e < W; e += 2) rotate_pair(v[j][e], v[j][e + 1], cos_sin[(at(j) + e) / 2]);
     } else {
 #pragma unroll
       for (int j = 0; j < J / 2; ++j)
 #pragma unroll
-        for (int e = 0; e < W; ++e) rotate_pair(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
+        for (int e = 0; e < W; ++e) rotate_pair(v[j][e], v[j + J / 2][e], cos_sin[at(j) + e]);
     }
   }
   // RMS norm (optionally weighted), then rotation.
-  DEVICE void finish(bool normed, bool weighted, const HeadVector& weight, bool turns,
-                     const float2* angles, float eps) {
+  DEVICE void finish(bool normed, bool weighted, const HeadVector& weight, bool rotated,
+                     const float2* cos_sin, float eps) {
     if (normed || weighted) {
       scale(inverse_rms(eps));
       if (weighted) scale<0>(weight);
     }
-    if (turns) rotate(angles);
+    if (rotated) rotate(cos_sin);
   }
   // Columns that the cache stores: all (ROTARY_PAIRS 0), or the first ROTARY_PAIRS of both halves.
   template <int ROTARY_PAIRS>

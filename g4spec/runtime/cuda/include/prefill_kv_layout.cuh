@@ -100,13 +100,13 @@ struct HeadRow {
         y.x[h][e] = x[h][e] * s * (weight ? weight[at(h) + e] : 1.0f);
     return y;
   }
-  // Rotate the first `rotated` pairs. `turns`: their cosines and sines.
-  DEVICE void rotate(const float2* turns, int rotated) {
+  // Rotate the first `rotated` pairs. `cos_sin`: their cosines and sines.
+  DEVICE void rotate(const float2* cos_sin, int rotated) {
 #pragma unroll
     for (int e = 0; e < V; ++e) {
       const int i = lane() * V + e;
       if (i >= rotated) continue;
-      const float2 t = turns[i];
+      const float2 t = cos_sin[i];
       const float a = x[0][e], b = x[1][e];
       x[0][e] = a * t.x - b * t.y;
       x[1][e] = b * t.x + a * t.y;

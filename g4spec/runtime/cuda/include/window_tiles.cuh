@@ -36,8 +36,8 @@ struct Window
   static constexpr int PER_ROW = TILES * TILE_WARPS * Window::ROWS * 4;
   static constexpr int TOPS_AT = Window::P_AT + TILES * Window::P_SIZE, SUMS_AT = TOPS_AT + PER_ROW;
   static constexpr int TOP_AT = SUMS_AT + PER_ROW, VISIBLE_AT = TOP_AT + Window::ROWS * 4;
-  static constexpr int ANGLES_AT = VISIBLE_AT + Window::ROWS * 8;
-  static constexpr int WEIGHTS_AT = ANGLES_AT + MAX_TOKENS * (D / 2) * 8;
+  static constexpr int COS_SIN_AT = VISIBLE_AT + Window::ROWS * 8;
+  static constexpr int WEIGHTS_AT = COS_SIN_AT + MAX_TOKENS * (D / 2) * 8;
   // With two slots: keys and values of the step's tokens whose tile has no slot yet.
   static constexpr int OWN_AT = WEIGHTS_AT + 2 * D * 4, OWN_ROW = D + D / 16;
   static constexpr int SHARED = OWN_AT + (TWO_SLOTS ? 2 * MAX_TOKENS * OWN_ROW : 0);

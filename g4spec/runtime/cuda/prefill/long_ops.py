@@ -383,7 +383,7 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
 def list_units() -> list[Unit]:
     """Return the instances that tests compile: hidden sizes of the targets, and their experts with
     how many a token visits."""
-    gated = [f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")]
+    gated = [f"gated<{t}, {halves}>" for t in ("Half", "Bfloat") for halves in ("false", "true")]
     by_row = ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")
     rows = [row_kernel(name, w)[0] for w in (5376, 3840, 2816, 2560, 1536) for name in by_row]
     return [

@@ -139,7 +139,7 @@ class Attention:
         return max(0, start - self.window + 1)
 
     def prepare(
-        self, qkv: torch.Tensor, w: HeadWeights, turns: torch.Tensor, cache: CudaKV, chunk: Chunk
+        self, qkv: torch.Tensor, w: HeadWeights, cos_sin: torch.Tensor, cache: CudaKV, chunk: Chunk
     ) -> None:
         """Lay out the queries and all keys and values that they read; append those of the chunk to
         the cache. A layer without keys must follow the one whose keys it reads, with no other layer
@@ -148,7 +148,7 @@ class Attention:
 
         Args:
             qkv: projections [T, heads * D] float16: queries, then keys and values, if any.
-            turns: [T, pairs, 2] cosines and sines of the pairs that rotate.
+            cos_sin: [T, pairs, 2] cosines and sines of the pairs that rotate.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
         first, kind = (
@@ -171,8 +171,8 @@ class Attention:
             q_norm=w.q_norm,
             k_norm=w.k_norm,
             fold=cache.weight if self.fold else None,
-            turns=turns,
-            rotated=turns.shape[1],
+            cos_sin=cos_sin,
+            rotated=cos_sin.shape[1],
             queries=self.queries,
             query_rows=self.queries.shape[1],
             keys=self.keys,

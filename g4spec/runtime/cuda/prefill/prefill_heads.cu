@@ -44,26 +44,26 @@ DEVICE void complete_key(HeadRow<D>& key, const HeadRow<D>& value, const float* 
 //
 // queries: [KV head][row * group + query head of the group], `query_rows` rows per KV head. `fold`:
 // weights that queries are multiplied by in columns of K that the layout does not store, or null. keys,
-// values: `rows` rows per head, this chunk from row `first` on, rounded as the cache stores them. turns
-// [T, rotated]: {cos, sin}. The cache takes rows before `count` that still fit into a ring; of keys the
+// values: `rows` rows per head, this chunk from row `first` on, rounded as the cache stores them.
+// cos_sin [T, rotated]: {cos, sin}. The cache takes rows before `count` that still fit into a ring; of keys the
 // columns of ROTARY_PAIRS.
 template <int D, class Q, class KV, template <int> class CacheKind, int ROTARY_PAIRS>
 __global__ void __launch_bounds__(32 * PREFILL_HEAD_WARPS)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
-      const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
+      const float* k_norm, const float* fold, const float2* cos_sin, int rotated, u16* queries,
       int query_rows, u16* keys, u16* values, int rows, int first, void* cache_keys,
       void* cache_values, u16* key_scales, u16* value_scales, const i32* pages, int slot,
       int capacity, int start, int count, float eps) {
   const int t = blockIdx.x, group = n_head / n_kv;
   const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
-  turns += (i64)t * rotated;
+  cos_sin += (i64)t * rotated;
   for (int head = blockIdx.y * PREFILL_HEAD_WARPS + threadIdx.x / 32; head < total;
        head += gridDim.y * PREFILL_HEAD_WARPS) {
     HeadRow<D> x;
     x.load(qkv + (i64)t * columns + head * D);
     if (head < n_head) {
       auto q = x.times(x.inverse_rms(eps), q_norm);
-      q.rotate(turns, rotated);
+      q.rotate(cos_sin, rotated);
       if (fold) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -78,7 +78,7 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
     const bool stays = t < count && (pages || t >= count - capacity);
     const i64 row = stays ? CacheRows{pages, slot, n_kv, capacity}.at(kv, start + t) : -1;
     auto k = x.times(x.inverse_rms(eps), k_norm);
-    k.rotate(turns, rotated);
+    k.rotate(cos_sin, rotated);
     if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
     auto v = x.times(x.inverse_rms(eps), nullptr);
     CacheKind<D>::template write<0>((u8*)cache_values, value_scales, row, v);

@@ -25,11 +25,11 @@ using Vector = HeadVector<D, 0>;
 // it.
 template <class W>
 DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, const BlockWork& p) {
-  const float2* angles = (const float2*)(shared + W::ANGLES_AT) + t * (D / 2);
+  const float2* cos_sin = (const float2*)(shared + W::COS_SIN_AT) + t * (D / 2);
   const bool normed = a.normed >> kind & 1, weighted = normed && kind < 3;
   Vector weight;
   if (weighted) weight.load_shared((const float*)(shared + W::WEIGHTS_AT) + kind / 2 * D);
-  x.finish(normed, weighted, weight, kind < 3, angles, a.eps);
+  x.finish(normed, weighted, weight, kind < 3, cos_sin, a.eps);
   if (kind < 2) {
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
@@ -75,10 +75,10 @@ struct StepVectors {
 #pragma unroll
     for (int i = 0; i < WEIGHTS; ++i)
       ((float*)(shared + W::WEIGHTS_AT))[i * W::THREADS + threadIdx.x] = weight[i];
-    float2* angles = (float2*)(shared + W::ANGLES_AT);
+    float2* cos_sin = (float2*)(shared + W::COS_SIN_AT);
 #pragma unroll 1
     for (int t = threadIdx.x / (D / 2); t < a.tokens; t += W::THREADS / (D / 2))
-      angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
+      cos_sin[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin_of((float)(p.settled + t) * freq);
   }
   // {token, kind} of this warp's vector; token -1: none.
   DEVICE int2 vector(int round, bool queries, const Args& a, const BlockWork& p) const {

@@ -177,8 +177,8 @@ def _chunks(kv: CudaKV) -> int:
 def shared_bytes(chunk: int, token_groups: int, warps: int = WINDOW_WARPS) -> int:
     """Return the bytes of dynamic shared memory: keys and values of a chunk, or with few warps of
     16 positions for each; queries; for each position and row an attention weight and for each 16
-    positions two numbers; for each row two more, and what it sees; a step's rotation angles;
-    weights of two norms; with few warps the step's own keys and values."""
+    positions two numbers; for each row two more, and what it sees; cosines and sines of a step's
+    tokens; weights of two norms; with few warps the step's own keys and values."""
     few, row = warps < WINDOW_WARPS, TYPES["q8_0"].row_bytes(WINDOW_HEAD_DIM)
     shape = AttentionConfig(WINDOW_HEAD_DIM, "q8_0", token_groups)
     padded = shape.stage_bytes[0] // shape.keys
