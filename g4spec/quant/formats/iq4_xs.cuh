@@ -7,7 +7,8 @@ namespace codebook {
 struct IQ4_XS : Codes<4, 32, 256, 136, 8, Order::PAIRED>, Linear4 {
   static constexpr int HEADER = 8;
   static DEVICE float raw_factor(const u8* b, int i) {
-    const u32 scale = (b[4 + i / 2] >> (i % 2 * 4) & 15) | (*(const u16*)(b + 2) >> (2 * i) & 3) << 4;
+    const u32 low = b[4 + i / 2] >> (i % 2 * 4) & 15, high = *(const u16*)(b + 2) >> (2 * i) & 3;
+    const u32 scale = low | high << 4;
     return __fmul_rn(half_of(b), (float)scale - 32.0f);
   }
   // Packed: d, scales 5 and 6 and the lower four bits of scale 7 in one word; scales 0 to 4 and the

@@ -35,13 +35,14 @@ struct Q6K {
     struct Scales {  // rows g, g + 8; four groups of 16 each; and -32 times as much
       u32 low[2], high[2], low_zero[2], high_zero[2];
     };
-    u32 share, bias;                 // of a row's scales
-    u32 codes, upper, header, ds;    // offsets
-    u8 *put, *put_d;                 // in scratch
+    u32 share, bias;               // of a row's scales
+    u32 codes, upper, header, ds;  // offsets
+    u8 *put, *put_d;               // in scratch
     const u8 *own_scales, *own_d;
 
     DEVICE Lane(u8* scratch, int warp, int lane) : ScaledLane<Lane<NT>, NT>(lane) {
-      const int unit = warp / 4 * UNIT_BYTES, at = warp % 4 * 256 + lane, row = warp % 4 * 32 + lane;
+      const int unit = warp / 4 * UNIT_BYTES, at = warp % 4 * 256 + lane,
+                row = warp % 4 * 32 + lane;
       share = materialize(lane & 8 ? 0x2c002c00u : 0x3c003c00u);  // 1/16 or 1
       bias = materialize(lane & 8 ? 0xd480d480u : 0xe480e480u);   // -1152 / 16 or -1152
       codes = materialize(unit + at * 16);
@@ -107,8 +108,8 @@ struct Q6KUpper {
   static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER;
   static constexpr int SCRATCH = Q6_K_UPPER_SCRATCH;
   static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
-  static constexpr u32 ZERO =
-      0x4b400000u;  // accumulators start at the bits of 1.5 * 2^23, so that an int32 sum can be read as a float
+  // Accumulators start at the bits of 1.5 * 2^23, so that an int32 sum can be read as a float.
+  static constexpr u32 ZERO = 0x4b400000u;
 
   // A lane's operands of 64 columns: upper bits of both weight tiles, and activations.
   template <int NT>
@@ -118,7 +119,8 @@ struct Q6KUpper {
 
     DEVICE Operands(const u8* uppers, const u8* rows, int k64) {
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) bits[tile] = ((const uint2*)uppers)[tile * 128 + k64 * 32];
+      for (int tile = 0; tile < 2; ++tile)
+        bits[tile] = ((const uint2*)uppers)[tile * 128 + k64 * 32];
       const uint4* p = (const uint4*)rows + k64 * 32 * NT;
 #pragma unroll
       for (int i = 0; i < NT; ++i) {  // both halves of one tile, or a half of both

@@ -89,7 +89,8 @@ struct Q80 {
             float c[4];
             mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], start);
             mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
-            scale_add(acc[tile][i * NT + nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+            scale_add(acc[tile][i * NT + nt], c, from_half((u16)pair),
+                      from_half((u16)(pair >> 16)));
           }
         }
       }

@@ -21,7 +21,8 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
   using H = HeadVector<D, PAIRS>;
   constexpr int PAIRS_PER_THREAD = (D / 2 + 32 * HEADS_PER_BLOCK - 1) / (32 * HEADS_PER_BLOCK);
   __shared__ float2 cos_sin[D / 2];
-  const int row = blockIdx.y, head = blockIdx.x * HEADS_PER_BLOCK + threadIdx.x / 32, n = n_q + 2 * n_kv;
+  const int row = blockIdx.y, head = blockIdx.x * HEADS_PER_BLOCK + threadIdx.x / 32,
+            n = n_q + 2 * n_kv;
   const bool is_v = head >= n_q + n_kv;
   const int source = is_v && flags & V_FROM_K ? head - n_kv : head;
   const float* norm = head < n_q ? q_norm : is_v ? nullptr : layer.k_norm;

@@ -24,7 +24,8 @@
 //   KEYS                      of a tile
 // Results depend on D, Q8 and ROTARY_PAIRS only; in attention.cu, KEYS follows from D.
 template <int D_, int Q8_, int ROW_TILES_, int SCORE_WARPS_, int VALUE_WARPS_, int K_PARTS_,
-          int V_PARTS_, int K_STAGES_, int V_STAGES_, int ROTARY_PAIRS_, int KEYS_ = D_ >= 256 ? 128 : 64>
+          int V_PARTS_, int K_STAGES_, int V_STAGES_, int ROTARY_PAIRS_,
+          int KEYS_ = D_ >= 256 ? 128 : 64>
 struct AttentionConfig {
   static constexpr int D = D_, Q8 = Q8_, ROW_TILES = ROW_TILES_, SCORE_WARPS = SCORE_WARPS_,
                        VALUE_WARPS = VALUE_WARPS_, ROTARY_PAIRS = ROTARY_PAIRS_;

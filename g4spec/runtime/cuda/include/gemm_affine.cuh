@@ -90,7 +90,8 @@ struct SixBits {
 template <int BITS, class Header = SixBits>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
-  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 128 * Header::BYTES, SCRATCH = Q4_K_SCRATCH;
+  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 128 * Header::BYTES,
+                       SCRATCH = Q4_K_SCRATCH;
   static constexpr int SUMS = SPLIT32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   template <int NT>
@@ -100,7 +101,7 @@ struct Affine {
     float share;  // factor of scales: 2^24, and less for rows g + 8
     Header header;
     u32 codes, upper, rows, sums, place, tiled_sums;  // offsets
-    u8 *put, *put_mins;                    // in scratch
+    u8 *put, *put_mins;  // in scratch
     const u8 *scales, *mins;
 
     DEVICE Lane(u8* scratch, int warp, int lane)

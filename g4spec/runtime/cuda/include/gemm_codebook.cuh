@@ -192,7 +192,8 @@ struct Codebook {
           float c[4] = {0, 0, 0, 0};
           mma_f16(c, a[tile], s0.x, s1.x, c);
           mma_f16(c, a[tile], s0.y, s1.y, c);
-          scale_add(tile ? acc1[nt] : acc0[nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
+          scale_add(tile ? acc1[nt] : acc0[nt], c, tile ? least.z : least.x,
+                    tile ? least.w : least.y);
         }
       }
     }

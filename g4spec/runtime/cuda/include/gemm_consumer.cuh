@@ -201,8 +201,8 @@ template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / PACK_ROWS);
   static constexpr int ROWS_BYTES = PackedInput<F>::ROWS * NT;  // of a group of rows, in memory
-  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;  // HALVES: of a tile
-  static constexpr int GROUP_SUM_BYTES = format_sum_bytes<F>() * NT * BLOCKS;        // of a group
+  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;    // HALVES: of a tile
+  static constexpr int GROUP_SUM_BYTES = format_sum_bytes<F>() * NT * BLOCKS;  // of a group
   static constexpr int COPIED = G > 1 ? HALVES * NT + GROUP_SUM_BYTES : ROWS_BYTES;  // of a group
   static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
   static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
@@ -306,7 +306,8 @@ DEVICE auto lane_of(u8* mine, int part, int lane, const u8* table) {
 }
 
 // Main loop of the consumer warps. `mine`: this warp's scratch.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WGMMA = false, class Out>
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WGMMA = false,
+          class Out>
 DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                          u8* mine, float* sums, const UnitRange& run) {
   using S = Stage<F, NT, ROWS, G>;
@@ -328,7 +329,7 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       else if constexpr (WGMMA)
         of.template multiply_wgmma<G>(acc, ring.slot + S::WEIGHTS_AT,
-                                                             {ring.slot, ring.slot + S::SUMS_AT});
+                                      {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
         of.template multiply_row_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
@@ -358,7 +359,8 @@ DEVICE void run_consumer(const GemmWork& w, const Out& out, RingOf<F, NT, ROWS, 
           ring.wait();
           const float* from = (const float*)ring.slot + part * 32 + lane;
 #pragma unroll
-          for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][g * NT + j / 4 % NT][j % 4] += from[j * ROWS];
+          for (int j = 0; j < 8 * NT; ++j)
+            acc[j / (4 * NT)][g * NT + j / 4 % NT][j % 4] += from[j * ROWS];
           ring.release();
         }
     }

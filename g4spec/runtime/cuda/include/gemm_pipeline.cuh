@@ -235,7 +235,7 @@ DEVICE void multiply(const GemmWork& w, const Out& out, u8* shared, int cta) {
   griddep_wait();
 #endif
   run_consumer<F, NT, ROWS, STAGES, S::SCRATCH, G, WGMMA>(w, out, R{shared, full},
-                                                       scratch + warp * S::SCRATCH, sums, run);
+                                                          scratch + warp * S::SCRATCH, sums, run);
 }
 
 #define GEMM_PARAMS                                                                        \

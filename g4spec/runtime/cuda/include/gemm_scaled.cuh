@@ -111,7 +111,8 @@ struct ScaledLane {
   // One weight tile after the other, each a chain of 16 wgmmas. Up to 64 rows there are two
   // accumulators: one is added to acc while the other is computed.
   template <int G>
-  DEVICE void multiply_wgmma(Acc<NT * G>& acc, const u8* unit, const GroupedActivations& act) const {
+  DEVICE void multiply_wgmma(Acc<NT * G>& acc, const u8* unit,
+                             const GroupedActivations& act) const {
     const ActivationDescriptors<BLOCKS> b(act.halves);
     own().store(own().factors(unit));
     __syncwarp();

@@ -9,7 +9,7 @@
 constexpr int QUADS = LOGIT_SPAN / (4 * LOGIT_THREADS);
 
 struct Logits {
-  const float* z;          // [rows, columns], raw
+  const float* z;        // [rows, columns], raw
   const i64* positions;  // of the rows, at `row_index`; the chosen token is `ahead` positions later
   const u32* suppressed;  // one bit per column, or null
   int columns, ahead;
@@ -39,7 +39,8 @@ struct Logits {
     return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * inv_3_cap_squared, 0.0f) : x;
   }
   DEVICE float load(int row, int column) const {
-    const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
+    const bool out =
+        column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
     return out ? NEG_INF : __ldcg(z + (i64)row * columns + column);
   }
   // Columns start + 4 LOGIT_THREADS j + e of a row; -inf where suppressed or out of range.

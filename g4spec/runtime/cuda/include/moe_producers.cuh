@@ -39,7 +39,8 @@ struct WeightProducer {
     mbarrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
     if (bytes > 0) {
-      fence_proxy_async_shared();  // the slot may hold activations written by cp.async: order them before the bulk copy
+      // The slot may hold activations written by cp.async: order them before the bulk copy.
+      fence_proxy_async_shared();
       cp_async_bulk_evict_first(at.slot(), from, bytes, at.full());
       mbarrier_arrive_expect_tx(at.full(), bytes);
     } else {
@@ -112,7 +113,8 @@ struct ActivationProducer {
     };
     if (S::TILES > 1 && n > 1) {
       for (int u = 0; u < units; u += UNITS * C::TEAMS)
-        for (int i = 0; i < 2 * C::TEAMS; ++i) fill_slot(0, u + i % C::TEAMS * UNITS, i >= C::TEAMS);
+        for (int i = 0; i < 2 * C::TEAMS; ++i)
+          fill_slot(0, u + i % C::TEAMS * UNITS, i >= C::TEAMS);
       return;
     }
     for (int u = 0; u < units; u += UNITS) fill_slot(UNITS * F::UNIT_BYTES, u, true);
@@ -147,7 +149,8 @@ struct ActivationProducer {
 
     DEVICE TilePlaces(int lane) : from(lane * 8), halves(lane % 2 * 512 + lane / 2 * 16) {
       const bool floats = lane / 8 == 2;  // SUMS32: two rows in 8 bytes
-      const int row = floats ? lane % 4 * 2 : lane % 8, word = floats ? 4 + lane / 4 % 2 : lane / 8 * 2;
+      const int row = floats ? lane % 4 * 2 : lane % 8,
+                word = floats ? 4 + lane / 4 % 2 : lane / 8 * 2;
       sums = sum_word_offset(2, row, word);
       sums_of_tile = sum_word_offset(2, TILE_ROWS + row, word) - sums;
     }
@@ -187,7 +190,8 @@ struct ActivationProducer {
             const u8* of = from + block * ACT_BYTES;
             u8* to_block = to + block * (n * ACT_BYTES);
             copy_piece(to_block + column * 64, of + halves + m % 8 * 64, piece, tile, n);
-            cp_async<4>(to_block + sums_to + (tile * TILE_ROWS + column) * pitch, of + sums + m % 8 * pitch);
+            cp_async<4>(to_block + sums_to + (tile * TILE_ROWS + column) * pitch,
+                        of + sums + m % 8 * pitch);
           }
         }
       }
@@ -206,7 +210,8 @@ struct ActivationProducer {
 
   DEVICE void route() { mbarrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int first, int n, int) {
-    copy<typename C::DenseUp>(w.dense_rows + first * (w.width / 64) * ACT_BYTES, nullptr, n, 0, w.width);
+    copy<typename C::DenseUp>(w.dense_rows + first * (w.width / 64) * ACT_BYTES, nullptr, n, 0,
+                              w.width);
   }
   DEVICE void up(int visit, int n, int) {
     const Visit* v = at.s.visits.visits + visit;

@@ -27,13 +27,13 @@ struct Routing {
   static constexpr int PAIRS = ROWS * K, USED = PAIRS < EXPERTS ? PAIRS : EXPERTS;
   static constexpr int MAX_VISITS = (PAIRS + (TILE_ROWS - 1) * USED) / TILE_ROWS;
   static constexpr int WORDS = (ROWS + 31) / 32;
-  Visit visits[MAX_VISITS];   // by expert, then row
+  Visit visits[MAX_VISITS];  // by expert, then row
   VisitRun runs[ROWS > GROUP_ROWS ? MAX_VISITS : 1];
-  float weight[PAIRS];        // router weight of each pair
-  u32 rows[EXPERTS][WORDS];   // bit mask of the rows that use each expert
-  u16 expert[PAIRS];          // expert of each pair
-  u16 first[EXPERTS];         // first visit of each expert
-  int count, n_runs;          // number of visits, and of their runs
+  float weight[PAIRS];       // router weight of each pair
+  u32 rows[EXPERTS][WORDS];  // bit mask of the rows that use each expert
+  u16 expert[PAIRS];         // expert of each pair
+  u16 first[EXPERTS];        // first visit of each expert
+  int count, n_runs;         // number of visits, and of their runs
 };
 
 // Warp sums of four values: lanes 0, 8, 16, 24 get the sums of s[0] .. s[3].

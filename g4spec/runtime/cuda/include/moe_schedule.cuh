@@ -13,10 +13,10 @@ struct MoeStep {
   const u8 *dense_up, *dense_down, *up, *down;
   u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
   float* scores;
-  u32* arrived;        // counters: router jobs done (with more than 16 rows: groups of four rows whose
-                       // experts are chosen) [1], finished GEMM tiles of each row tile of
-                       // `dense_hidden`, router jobs done of each group of four rows, products taken
-                       // [1], finished GEMM tiles of each visit
+  u32* arrived;  // counters: router jobs done (with more than 16 rows: groups of four rows whose
+                 // experts are chosen) [1], finished GEMM tiles of each row tile of
+                 // `dense_hidden`, router jobs done of each group of four rows, products taken
+                 // [1], finished GEMM tiles of each visit
   float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
   i32* chosen;         // [tokens, K], and their weights
   float* weights;
@@ -45,7 +45,8 @@ struct MoeConfig {
   static constexpr int EXPERTS = EXPERTS_, K = K_, ROWS = ROWS_, TEAMS = TEAMS_;
   static constexpr bool MANY = ROWS > GROUP_ROWS;  // several groups of rows
   static_assert(ROWS <= MOE_MAX_ROWS, "counters and buffers are for at most so many rows");
-  static constexpr int CONSUMERS = MOE_TEAM_WARPS * TEAMS, THREADS = 32 * (CONSUMERS + MOE_COPY_WARPS);
+  static constexpr int CONSUMERS = MOE_TEAM_WARPS * TEAMS,
+                       THREADS = 32 * (CONSUMERS + MOE_COPY_WARPS);
   using Router = RouterScores<EXPERTS, CONSUMERS, LOADS>;
   using Visits = Routing<EXPERTS, K, ROWS>;
   // Row tiles of the dense branch.
@@ -103,7 +104,7 @@ struct MoeFixedStorage {
   float sums[2][MOE_TEAM_WARPS][8][32];  // partial sums of the other team, double-buffered
   float channel_sums[MOE_TEAM_WARPS][8];
   typename C::Visits visits;
-  u32 scored[C::CONSUMERS];  // router jobs done before each of the latest ones, for the same four rows
+  u32 scored[C::CONSUMERS];  // jobs done before each of the latest router jobs, for the same rows
   u64 routed;
   ProductQueue queue;
 };

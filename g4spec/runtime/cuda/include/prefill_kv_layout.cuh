@@ -27,7 +27,8 @@ template <int D, int BLOCKS>
 struct SwizzledBlocks {
   static DEVICE i64 at(int head, i64 capacity, int row, int block, int d) {
     const i64 tile = head * (capacity / KV_TILE) + row / KV_TILE;
-    return (tile * BLOCKS + block) * (KV_TILE * 64) + row % KV_TILE * 64 + ((d / 8 % 8) ^ (row % 8)) * 8 + d % 8;
+    return (tile * BLOCKS + block) * (KV_TILE * 64) + row % KV_TILE * 64 +
+           ((d / 8 % 8) ^ (row % 8)) * 8 + d % 8;
   }
 };
 template <int D>

@@ -80,7 +80,8 @@ struct Codebook {
   static DEVICE float4 raw(const u8* b, int k) {
     float least = 0.0f;
     if constexpr (T::MINIMUM) least = T::raw_minimum(b, k / T::GROUP);
-    return values(codebook::looked_up_bytes<T>(T::four(b, k)), T::raw_factor(b, k / T::GROUP), least);
+    return values(codebook::looked_up_bytes<T>(T::four(b, k)), T::raw_factor(b, k / T::GROUP),
+                  least);
   }
   static DEVICE float4 packed(const PackedQuad& p) {
     const int low_bytes = codebook::low_bytes<T>(p.columns);

@@ -143,7 +143,8 @@ DEVICE void store_chunk(char* shared, const Args& a, const BlockWork& p, const V
   for (int row = warp; row < 2 * p.n_tokens; row += W::WARPS) {
     const float weight = row_weight_sum<W>(shared, p, row);
     if (lane == 0)
-      __stcg((float2*)a.tops + place + row, float2{((const float*)(shared + W::TOP_AT))[row], weight});
+      __stcg((float2*)a.tops + place + row,
+             float2{((const float*)(shared + W::TOP_AT))[row], weight});
   }
 }
 

@@ -25,7 +25,8 @@ struct Window
   // True: loops over tiles are not unrolled, and vectors are loaded one round at a time. A launch finds the
   // instruction cache cold, and blocks at different places of 150 KB of code evict what others need.
   static constexpr bool SHORT_CODE = Window::KEYS < 128;
-  static constexpr int MAX_CHUNKS = CHUNK == 128 ? WINDOW_MAX_CHUNKS_128 : WINDOW_MAX_CHUNKS_256;  // that a row sees
+  // That a row sees.
+  static constexpr int MAX_CHUNKS = CHUNK == 128 ? WINDOW_MAX_CHUNKS_128 : WINDOW_MAX_CHUNKS_256;
   static constexpr int MAX_TOKENS = TWO_SLOTS ? WINDOW_TOKENS : MAX_STEP_ROWS;  // of a sequence
   // Blocks of WINDOW_TOKENS tokens of a sequence.
   static DEVICE int token_blocks(int tokens) {
@@ -44,7 +45,8 @@ struct Window
   static constexpr int TILE_SUMS_BYTES = Window::ROWS * SUM_PITCH * 4;
   static_assert(Window::K_STAGE_BYTES == Window::V_STAGE_BYTES && Window::K_ROW == Window::V_ROW,
                 "row_codes() and row_scales_at() address tiles of K and of V alike");
-  static_assert(MAX_TOKENS * (OWN_ROW / 16) <= THREADS || !TWO_SLOTS, "a thread copies 16 bytes of OWN_AT");
+  static_assert(MAX_TOKENS * (OWN_ROW / 16) <= THREADS || !TWO_SLOTS,
+                "a thread copies 16 bytes of OWN_AT");
   static_assert(TILE_SUMS_BYTES <= Window::K_STAGE_BYTES,
                 "the sums of a tile overwrite its keys in shared memory");
   static_assert(!TWO_SLOTS || TOKEN_GROUPS == 1, "two slots; one group of tokens");
@@ -68,7 +70,9 @@ struct Chunk {
 
   DEVICE int tiles() const { return end_tile - first_tile; }
   // Place of a tile of keys or of values in the order in which this chunk's tiles take two slots.
-  DEVICE int turn(bool is_key, int tile) const { return tile - first_tile + (is_key ? 0 : tiles()); }
+  DEVICE int turn(bool is_key, int tile) const {
+    return tile - first_tile + (is_key ? 0 : tiles());
+  }
   DEVICE bool tile_visible(int tile) const { return tile >= first_tile && tile < end_tile; }
 };
 

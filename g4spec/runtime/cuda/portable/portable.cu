@@ -67,8 +67,8 @@ DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, in
 }
 
 template <class F, int T, int ROWS>
-__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable(const void* weights, const float* x, float* y,
-                                                int n_rows, int k, int tokens) {
+__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable(
+    const void* weights, const float* x, float* y, int n_rows, int k, int tokens) {
   griddep_launch_dependents();
   griddep_wait();
   multiply<F, T, ROWS>((const u8*)weights, x, y, n_rows, k, tokens);
@@ -77,9 +77,8 @@ __global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable(const void* w
 // Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`.
 // blockIdx.y is v.
 template <class F, int ROWS>
-__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable_visits(const void* weights, const float* x,
-                                                       const i64* ids, float* y, int n_rows,
-                                                       int k, int share) {
+__global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable_visits(
+    const void* weights, const float* x, const i64* ids, float* y, int n_rows, int k, int share) {
   griddep_launch_dependents();
   griddep_wait();
   const i64 visit = blockIdx.y;
@@ -89,8 +88,8 @@ __global__ __launch_bounds__(32 * PORTABLE_WARPS, 3) void portable_visits(const 
 
 // Dequantize `count` * 8 values, of rows of k values, to half.
 template <class F>
-__global__ __launch_bounds__(DEQUANT_THREADS) void portable_halves(const u8* weights, u16* out, u32 count,
-                                                    int k) {
+__global__ __launch_bounds__(DEQUANT_THREADS) void portable_halves(
+    const u8* weights, u16* out, u32 count, int k) {
   griddep_launch_dependents();
   griddep_wait();
   const u32 i = blockIdx.x * DEQUANT_THREADS + threadIdx.x, row = i / (k / 8);

@@ -177,12 +177,14 @@ gated(const u16* gate_up, u16* to, int width, float in_scale, float out_scale) {
   const int i = (blockIdx.y * GATED_THREADS + threadIdx.x) * GATED_CHANNELS;  // channel
   if (i >= width) return;
   const u16* row = gate_up + (i64)blockIdx.x * 2 * width;
-  const u16* gates = row + (HALVES ? i : i / INTERLEAVE_ROWS * (2 * INTERLEAVE_ROWS) + i % INTERLEAVE_ROWS);
+  const u16* gates =
+      row + (HALVES ? i : i / INTERLEAVE_ROWS * (2 * INTERLEAVE_ROWS) + i % INTERLEAVE_ROWS);
   float g[GATED_CHANNELS], u[GATED_CHANNELS];
   unpack_row<T>(g, gates);
   unpack_row<T>(u, gates + (HALVES ? width : INTERLEAVE_ROWS));
 #pragma unroll
-  for (int e = 0; e < GATED_CHANNELS; ++e) g[e] = gelu_by_exp(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
+  for (int e = 0; e < GATED_CHANNELS; ++e)
+    g[e] = gelu_by_exp(g[e] * in_scale) * (u[e] * in_scale) * out_scale;
   pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 
@@ -192,5 +194,6 @@ modulated(const float* gate, const float* powers, const float* by, i64 stride, u
   const int i = blockIdx.y * GATED_THREADS + threadIdx.x;
   if (i >= width) return;
   const i64 row = blockIdx.x;
-  to[row * width + i] = to_half(gelu_by_exp(gate[row * width + i] * powers[row]) * by[row * stride + i]);
+  to[row * width + i] =
+      to_half(gelu_by_exp(gate[row * width + i] * powers[row]) * by[row * stride + i]);
 }

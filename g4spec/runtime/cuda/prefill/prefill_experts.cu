@@ -73,7 +73,8 @@ order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
     __syncthreads();
     int before = 0, all = 0;
 #pragma unroll
-    for (int w = 0; w < ORDER_THREADS / 32; ++w) before += w < warp ? counts[w] : 0, all += counts[w];
+    for (int w = 0; w < ORDER_THREADS / 32; ++w)
+      before += w < warp ? counts[w] : 0, all += counts[w];
     if (mine) {
       const int place = at + before + __popc(votes & ((1u << lane) - 1));
       places[i] = place;
@@ -87,11 +88,13 @@ order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
 
 // Copy row visits[i] / k of x (16-bit floats [T, H]) to row i of `to`.
 template <int H>
-__global__ void __launch_bounds__(GATHER_THREADS) gather(const u16* x, const i32* visits, u16* to, int k) {
+__global__ void __launch_bounds__(GATHER_THREADS)
+gather(const u16* x, const i32* visits, u16* to, int k) {
   const u32* from = (const u32*)(x + (i64)(visits[blockIdx.x] / k) * H);
   u32* row = (u32*)(to + (i64)blockIdx.x * H);
   if constexpr (H % 8 == 0) {
-    for (int i = threadIdx.x; i < H / 8; i += GATHER_THREADS) ((uint4*)row)[i] = ((const uint4*)from)[i];
+    for (int i = threadIdx.x; i < H / 8; i += GATHER_THREADS)
+      ((uint4*)row)[i] = ((const uint4*)from)[i];
   } else {
     for (int i = threadIdx.x; i < H / 2; i += GATHER_THREADS) row[i] = from[i];
   }

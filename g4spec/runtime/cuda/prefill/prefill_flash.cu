@@ -109,7 +109,8 @@ DEVICE void write(const float (&o)[128], const OnlineSoftmax& rows, u16* out, in
     const int at = row + warp * 16 + r * 8 + lane / 4, token = at / group;
     if (token >= tokens) continue;
     const float by = 1.0f / sum;
-    u16* to = out + (((i64)token * gridDim.y + blockIdx.y) * group + at % group) * 256 + lane % 4 * 2;
+    u16* to =
+        out + (((i64)token * gridDim.y + blockIdx.y) * group + at % group) * 256 + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
       *(u32*)(to + j * 8) = pack_half2(o[4 * j + 2 * r] * by, o[4 * j + 2 * r + 1] * by);

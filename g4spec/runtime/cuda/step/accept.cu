@@ -44,7 +44,8 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   const bool held = i < used - 1 && (forced ? i < *forced : choice == following);
   const int n = __ffs(~__ballot_sync(FULL_MASK, held)) - 1;
   const i64 next = __shfl_sync(FULL_MASK, choice, n), turn = field(CycleField::TURN);
-  const i64 position = field(CycleField::POSITION) + (used ? n + 1 : 0), anchor = used ? next : field(CycleField::ANCHOR);
+  const i64 position = field(CycleField::POSITION) + (used ? n + 1 : 0),
+            anchor = used ? next : field(CycleField::ANCHOR);
   const u32 without = __ballot_sync(FULL_MASK, is_row && bad[at]);
   CycleResult& result = seen[turn * room + s];
   if (i < MAX_STEP_ROWS) {
@@ -55,7 +56,8 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
   if (i) return;
   result.position = position, result.anchor = anchor, result.accepted = n, result.turn = turn;
   result.bad = without, result.unfit = undrafted, result.usable = max(used - 1, 0);
-  field(CycleField::POSITION) = position, field(CycleField::ANCHOR) = anchor, field(CycleField::ACCEPTED) = n;
+  field(CycleField::POSITION) = position, field(CycleField::ANCHOR) = anchor,
+  field(CycleField::ACCEPTED) = n;
   field(CycleField::TURN) = turn + 1 < turns ? turn + 1 : 0;
 }
 
@@ -78,7 +80,8 @@ struct Planes {
 __global__ __launch_bounds__(32) void place(const i64* state, int room, i64* step, int step_width,
                                             i64* draft, int draft_width, i64 mask) {
   state += blockIdx.x;
-  const i64 position = state[CycleField::POSITION * room], anchor = state[CycleField::ANCHOR * room];
+  const i64 position = state[CycleField::POSITION * room],
+            anchor = state[CycleField::ANCHOR * room];
   const i64 slot = state[CycleField::SLOT * room];
   Planes{step, step_width}.fill(position, anchor, slot, mask);
   Planes{draft, draft_width}.fill(position, anchor, slot, mask);

@@ -91,7 +91,8 @@ struct RowChunks {
     return sum;
   }
   // The sum of all chunks, divided by `total`, that of their weights. `part`: the first batch.
-  DEVICE float2 quotient(float2 (&part)[8], const float* weights, float total, float2* shares) const {
+  DEVICE float2 quotient(float2 (&part)[8], const float* weights, float total,
+                         float2* shares) const {
     constexpr int STEP = WARPS == 1 ? 8 : 64;
     float2 sum[SUMS_PER_WARP] = {};
     int base = from & ~7;
@@ -124,7 +125,8 @@ struct RowChunks {
       const float total = __ldcg(tops + 1);
       float2 x[BLOCKS];
 #pragma unroll
-      for (int i = 0; i < BLOCKS; ++i) x[i] = __ldcg((const float2*)sums + i * 32 + threadIdx.x % 32);
+      for (int i = 0; i < BLOCKS; ++i)
+        x[i] = __ldcg((const float2*)sums + i * 32 + threadIdx.x % 32);
 #pragma unroll
       for (int i = 0; i < BLOCKS; ++i)
         store(i, float2{__fdiv_rn(__fadd_rn(x[i].x, 0.0f), total),

@@ -95,7 +95,8 @@ struct StepVectors {
     while (W::SHORT_CODE && ++round * W::WARPS < 2 * (p.n_tokens + a.tokens));
   }
   // Load and finish the vectors of ROUNDS rounds from `first` on.
-  DEVICE void finish_from(int first, char* shared, bool queries, const Args& a, const BlockWork& p) {
+  DEVICE void finish_from(int first, char* shared, bool queries, const Args& a,
+                          const BlockWork& p) {
     int from[ROUNDS];  // computed before griddep_wait(): integer work of all warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -272,10 +273,23 @@ __global__ __launch_bounds__(32 * WARPS, WINDOW_WARPS / WARPS) void attend_windo
   first += row, last += row, positions += row;
   const i64 ring = __ldcg(slots + row) * n_kv * capacity, partial = (i64)sequence * room;
   const int normed = (q_norm ? 3 : 0) | (k_norm ? 4 : 0) | (flags & NORM_V ? 8 : 0);
-  const Args a = {y + (i64)row * 4 * n_kv * D, keys + ring * D, values + ring * D,
-                  key_scales + ring * (D / 16), value_scales + ring * (D / 16), sums + partial * D,
-                  tops + partial * 2, arrived + sequence * blocks * n_kv, rows, tokens, n_kv, capacity,
-                  row, sequences * tokens, normed, eps, scale * LOG2E};
+  const Args a = {y + (i64)row * 4 * n_kv * D,
+                  keys + ring * D,
+                  values + ring * D,
+                  key_scales + ring * (D / 16),
+                  value_scales + ring * (D / 16),
+                  sums + partial * D,
+                  tops + partial * 2,
+                  arrived + sequence * blocks * n_kv,
+                  rows,
+                  tokens,
+                  n_kv,
+                  capacity,
+                  row,
+                  sequences * tokens,
+                  normed,
+                  eps,
+                  scale * LOG2E};
   // Issue all loads of data older than the preceding kernel together.
   const int lane = threadIdx.x % 32, own_token = min_of(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);

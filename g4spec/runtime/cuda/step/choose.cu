@@ -18,7 +18,8 @@ struct Sampling {  // sampler of a sequence, in device memory
 static_assert(sizeof(Sampling) == SAMPLER_BYTES, "choose.py packs samplers of this size");
 
 // True if the row's sampler has another mode. `all`: samplers [S]; null: every row has `mode`.
-DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row, SampleMode::Value mode) {
+DEVICE bool is_other_mode(const Sampling* all, const Logits& logits, int row,
+                          SampleMode::Value mode) {
   return all && all[logits.sequence(row)].mode != mode;
 }
 
@@ -98,9 +99,8 @@ DEVICE u64 best_sampled(const Logits& logits, const float (&v)[QUADS][4], int ro
 
 // Best key of each span of columns -> keys [rows, blocks].
 template <int MODE>
-__global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8) void best(LOGITS,
-                                                                        const Sampling* sampling,
-                                                                        u64* keys) {
+__global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8) void best(
+    LOGITS, const Sampling* sampling, u64* keys) {
   griddep_launch_dependents();
   __shared__ u64 slots[LOGIT_THREADS / 32];
   const Logits logits = LOGITS_GIVEN;
@@ -116,7 +116,8 @@ __global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8)
                        logits.position(row));
   else
     key = best_greedy(logits, v, start, seen);
-  if (seen.nan || (MODE == SampleMode::SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
+  if (seen.nan ||
+      (MODE == SampleMode::SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
     key = make_key(QUIET_NAN, 0);  // the host reports the row as invalid
   key = warp_max_key(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
@@ -129,9 +130,9 @@ __global__ __launch_bounds__(LOGIT_THREADS, MODE == SampleMode::SAMPLED ? 4 : 8)
 }
 
 struct ChoiceOutput {
-  i64* ids;     // [rows]
+  i64* ids;       // [rows]
   float* values;  // [rows], the logit of each choice
-  int* bad;  // `RowFault` of each row, at its `Logits::row_index`
+  int* bad;       // `RowFault` of each row, at its `Logits::row_index`
 
   DEVICE void write(const Logits& logits, int row, u64 key, bool sampled) const {
     const bool good = finite(key);

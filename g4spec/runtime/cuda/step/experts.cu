@@ -42,7 +42,8 @@ struct MathWarps {
       Acc<2> both = {};
       multiply_two_tiles<F>(both, k / F::UNIT, team);
 #pragma unroll
-      for (int i = 0; i < 8 * S::TILES; ++i) acc[i / 8][i / 4 % 2][0][i % 4] = both[i / 4 % 2][i / 8][i % 4];
+      for (int i = 0; i < 8 * S::TILES; ++i)
+        acc[i / 8][i / 4 % 2][0][i % 4] = both[i / 4 % 2][i / 8][i % 4];
     } else {
       multiply_tile<F>(acc[0], k / F::UNIT, team);
     }

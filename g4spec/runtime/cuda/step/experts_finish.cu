@@ -69,7 +69,8 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
 #pragma unroll
     for (int q = 0; q < OWN; ++q) {
       const int j = SPLIT ? part : q;
-      if (P::at(j) < n4) ((float4*)(out + at))[P::at(j)] = SPLIT ? result.select(part) : result.v[q];
+      if (P::at(j) < n4)
+        ((float4*)(out + at))[P::at(j)] = SPLIT ? result.select(part) : result.v[q];
     }
     r = result.inverse_rms(slots[3], width, eps);
   }

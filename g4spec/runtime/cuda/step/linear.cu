@@ -7,8 +7,8 @@
 
 // y [T, N], or with split-K partial sums [slices, T, N].
 template <class F, int NT, int ROWS, int STAGES>
-__global__ __launch_bounds__(GEMM_THREADS, 1) void linear(GEMM_PARAMS, float* y, int n_rows, int slices,
-                                                     int tokens) {
+__global__ __launch_bounds__(GEMM_THREADS, 1) void linear(
+    GEMM_PARAMS, float* y, int n_rows, int slices, int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   const int cta = reversed_block_index();
   if (slices) y += (i64)(cta % slices) * tokens * n_rows;
@@ -19,8 +19,8 @@ __global__ __launch_bounds__(GEMM_THREADS, 1) void linear(GEMM_PARAMS, float* y,
 
 // y = act(gate x) * (up x) as packed activations, act GELU or SiLU.
 template <class F, int NT, int ROWS, int STAGES>
-__global__ __launch_bounds__(GEMM_THREADS, 1) void gate_up(GEMM_PARAMS, u8* y, int channels, int silu,
-                                                      int tokens) {
+__global__ __launch_bounds__(GEMM_THREADS, 1) void gate_up(
+    GEMM_PARAMS, u8* y, int channels, int silu, int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run, 0},
                                 StoreGated{y, channels, tokens, silu != 0, false}, shared,
@@ -30,10 +30,9 @@ __global__ __launch_bounds__(GEMM_THREADS, 1) void gate_up(GEMM_PARAMS, u8* y, i
 // Two matrices of different formats times the same rows, concatenated in y. CTAs below `others`
 // compute the first.
 template <class A, class B, int NT, int ROWS_A, int STAGES_A, int ROWS_B, int STAGES_B>
-__global__ __launch_bounds__(GEMM_THREADS, 1) void linear_two(GEMM_PARAMS, const u8* weights_b,
-                                                         int units_b, int groups_b, int run_b,
-                                                         int others, float* y, int n_rows,
-                                                         int n_rows_b, int stride, int tokens) {
+__global__ __launch_bounds__(GEMM_THREADS, 1) void linear_two(
+    GEMM_PARAMS, const u8* weights_b, int units_b, int groups_b, int run_b, int others, float* y,
+    int n_rows, int n_rows_b, int stride, int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   if (blockIdx.x < others)
     multiply<A, NT, ROWS_A, STAGES_A>(

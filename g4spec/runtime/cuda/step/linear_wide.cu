@@ -8,9 +8,8 @@
 // y [tokens, N]; with split-K, slices [slices, whole, N] of which this launch writes `tokens` rows.
 // `row_groups`: ceil(tokens / 16).
 template <class F, int G, int ROWS, int STAGES, bool WGMMA>
-__global__ __launch_bounds__(WIDE_THREADS, 1) void linear_wide(GEMM_PARAMS, float* y, int n_rows,
-                                                               int slices, int tokens, int whole,
-                                                               int row_groups) {
+__global__ __launch_bounds__(WIDE_THREADS, 1) void linear_wide(
+    GEMM_PARAMS, float* y, int n_rows, int slices, int tokens, int whole, int row_groups) {
   extern __shared__ __align__(1024) u8 shared[];
   const int cta = reversed_block_index();
   if (slices) y += (i64)(cta % slices) * whole * n_rows;
@@ -21,9 +20,8 @@ __global__ __launch_bounds__(WIDE_THREADS, 1) void linear_wide(GEMM_PARAMS, floa
 
 // y = act(gate x) * (up x) as packed activations, act GELU or SiLU.
 template <class F, int G, int ROWS, int STAGES, bool WGMMA>
-__global__ __launch_bounds__(WIDE_THREADS, 1) void gate_up_wide(GEMM_PARAMS, u8* y, int channels,
-                                                                int silu, int tokens,
-                                                                int row_groups) {
+__global__ __launch_bounds__(WIDE_THREADS, 1) void gate_up_wide(
+    GEMM_PARAMS, u8* y, int channels, int silu, int tokens, int row_groups) {
   extern __shared__ __align__(1024) u8 shared[];
   multiply<F, 2, ROWS, STAGES, G, WGMMA>(
       {weights, rows, row_scale, partial, arrived, units, groups, run, 0, row_groups},
@@ -33,11 +31,9 @@ __global__ __launch_bounds__(WIDE_THREADS, 1) void gate_up_wide(GEMM_PARAMS, u8*
 // Two matrices of different formats times the same rows, concatenated in y. CTAs below `others`
 // compute the first.
 template <class A, class B, int G, int ROWS_A, int STAGES_A, int ROWS_B, int STAGES_B, bool WGMMA>
-__global__ __launch_bounds__(WIDE_THREADS,
-                             1) void linear_two_wide(GEMM_PARAMS, const u8* weights_b, int units_b,
-                                                     int groups_b, int run_b, int others, float* y,
-                                                     int n_rows, int n_rows_b, int stride,
-                                                     int tokens, int row_groups) {
+__global__ __launch_bounds__(WIDE_THREADS, 1) void linear_two_wide(
+    GEMM_PARAMS, const u8* weights_b, int units_b, int groups_b, int run_b, int others, float* y,
+    int n_rows, int n_rows_b, int stride, int tokens, int row_groups) {
   extern __shared__ __align__(1024) u8 shared[];
   if (blockIdx.x < others)
     multiply<A, 2, ROWS_A, STAGES_A, G, WGMMA>(

@@ -71,7 +71,8 @@ DEVICE void write_outputs(float4 normed, const float4 (&weights)[N][OWN], int q,
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
     if (NEXT == NormOutput::FLOATS && mine) ((float4*)to[o])[at] = y;
-    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place.store((u8*)to[o], y, mine, swizzled);
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED)
+      place.store((u8*)to[o], y, mine, swizzled);
   }
 }
 
@@ -103,9 +104,10 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const int j = SPLIT ? part : q, i = R::at(j);
 #pragma unroll
     for (int o = 0; o < N; ++o)
-      nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
-                                            : float4{1, 1, 1, 1};
-    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) place[q] = QuadOffsets(own, width, i);
+      nw[o][q] =
+          next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i) : float4{1, 1, 1, 1};
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED)
+      place[q] = QuadOffsets(own, width, i);
   }
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
   const float* old = materialize(x + row * x_stride);
@@ -119,8 +121,10 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     add_residual<ENTER>(v, parts, w, slots[0], factor, share, eps);
   }
   float r = 1.0f;
-  if (NEXT == NormOutput::FLOATS || NEXT == NormOutput::ROWS) r = v.inverse_rms(slots[1], share, eps);
-  if (NEXT == NormOutput::SCALED) r = power_of_two_scale(block_reduce<WARPS>(v.largest(), slots[1], MaxNan()));
+  if (NEXT == NormOutput::FLOATS || NEXT == NormOutput::ROWS)
+    r = v.inverse_rms(slots[1], share, eps);
+  if (NEXT == NormOutput::SCALED)
+    r = power_of_two_scale(block_reduce<WARPS>(v.largest(), slots[1], MaxNan()));
   if (NEXT == NormOutput::SCALED && part == 0 && threadIdx.x == 0)
     for (int m = own.row; m < 8 * own.tiles; m += own.count)
       row_scale[own.index * GROUP_ROWS + m] = m == own.row ? r : 1.0f;
@@ -132,6 +136,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float4 value = SPLIT ? v.select(part) : v.v[q];
     if (ENTER != NormInput::PLAIN && mine) ((float4*)out)[start + i] = value;
     write_outputs<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine, own.swizzled);
-    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED) zero_padding_rows<N>(to, own, width, i, mine);
+    if (NEXT == NormOutput::ROWS || NEXT == NormOutput::SCALED)
+      zero_padding_rows<N>(to, own, width, i, mine);
   }
 }

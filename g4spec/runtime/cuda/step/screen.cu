@@ -52,11 +52,13 @@ __global__ __launch_bounds__(LOGIT_THREADS) void largest(const u64* keys, int fo
 // Recompute the logits of the candidate columns keys [rows, N] exactly, as x [rows, width] times
 // rows of the packed matrix `table`, and write their new keys. Grid [N, rows].
 template <class F, int UNIT>
-__global__ __launch_bounds__(LOGIT_THREADS) void in_full(const u64* keys, const u8* table, const float* x,
-                                                   int width, int unit_bytes, float cap, u64* out) {
+__global__ __launch_bounds__(LOGIT_THREADS) void in_full(
+    const u64* keys, const u8* table, const float* x, int width, int unit_bytes, float cap,
+    u64* out) {
   griddep_launch_dependents();
   __shared__ float slots[LOGIT_THREADS / 32];
-  const int units = width / UNIT, k = threadIdx.x % 32 * 4, at = blockIdx.y * gridDim.x + blockIdx.x;
+  const int units = width / UNIT, k = threadIdx.x % 32 * 4,
+            at = blockIdx.y * gridDim.x + blockIdx.x;
   x += (i64)blockIdx.y * width;
   griddep_wait();
   u64 key = __ldcg(keys + at);

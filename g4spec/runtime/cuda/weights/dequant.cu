@@ -12,10 +12,12 @@ static_assert(DEQUANT_THREADS / 32 * 16 == PACK_ROWS, "a warp dequantizes 16 row
 // `packed`: matrices of `groups` groups of 128 rows, the first `rows` of which are used. Grid:
 // (units of K, groups of all matrices). out: [matrices * rows, K].
 template <class F, class T>
-__global__ void __launch_bounds__(DEQUANT_THREADS) dequant(const u8* packed, u16* out, int rows, int groups) {
+__global__ void __launch_bounds__(DEQUANT_THREADS)
+dequant(const u8* packed, u16* out, int rows, int groups) {
   griddep_launch_dependents();
   const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, k = gridDim.x * F::UNIT;
-  const int matrix = blockIdx.y / groups, first = blockIdx.y % groups * PACK_ROWS + tile * 16 + lane / 4;
+  const int matrix = blockIdx.y / groups,
+            first = blockIdx.y % groups * PACK_ROWS + tile * 16 + lane / 4;
   griddep_wait();
   const F f(packed + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * F::BYTES, tile, lane);
   u16* to = out + ((i64)matrix * rows + first) * k + blockIdx.x * F::UNIT + lane % 4 * 4;

@@ -24,7 +24,8 @@ __global__ void embed_packed(const u8* table, const i64* ids, float* out, int wi
   const int k = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (k >= width) return;
   const i64 id = ids[blockIdx.y], unit = id / PACK_ROWS * (width / columns) + k / columns;
-  const float4 v = F::packed({table + unit * unit_bytes, columns, (int)(id % PACK_ROWS), k % columns});
+  const float4 v =
+      F::packed({table + unit * unit_bytes, columns, (int)(id % PACK_ROWS), k % columns});
   ((float4*)out)[((i64)blockIdx.y * width + k) / 4] = {
       __fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale)};
 }
