@@ -18,6 +18,7 @@ from g4spec.server import app as single_model
 from g4spec.server.model_folder import Load, Model, open_model
 from g4spec.server.request_errors import RequestError
 from g4spec.server.response_store import ResponseStore
+from g4spec.server.service import Service
 
 log = logging.getLogger("g4spec.server")
 
@@ -52,7 +53,8 @@ class LoadedModels:
         self._load_service, self._max_wait = load, max_wait
         self.responses = ResponseStore()
         self._draining = False
-        self._lock = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of the model that loads, also while it waits for room
+        self._lock = asyncio.Lock()  # held while memory is taken or freed
         self._changed = asyncio.Event()
 
     @property
@@ -69,15 +71,21 @@ class LoadedModels:
 
     async def close(self) -> None:
         """Unload all models."""
-        loads = [model.loading for model in self.all.values() if model.loading is not None]
+        loading = [model for model in self.all.values() if model.loading is not None]
+        loads = [model.loading for model in loading if model.loading is not None]
+        for model in loading:
+            self._stop_waiting(model)
         await asyncio.gather(*loads, return_exceptions=True)
         for model in self.all.values():
             await self._unload(model)
 
     def current(self) -> Model | None:
         """Return the most recently used loaded model, or None."""
-        loaded = [m for m in self.all.values() if m.status == "loaded"]
-        return max(loaded, key=lambda m: m.used, default=None)
+        return max(self._loaded, key=lambda m: m.used, default=None)
+
+    @property
+    def _loaded(self) -> list[Model]:
+        return [m for m in self.all.values() if m.status == "loaded"]
 
     @contextmanager
     def use(self, model: Model, *, keeps_loaded: bool = True) -> Iterator[ASGIApp]:
@@ -118,24 +126,28 @@ class LoadedModels:
             if model.n_promised and model.n_loads > n_loads:
                 model.n_promised -= 1
                 self._changed.set()
-            elif not model.n_waiting and model.loading is not None and not model.opening:
-                model.loading.cancel()  # nobody waits any more
-                model.loading = None
+            elif not model.n_waiting:
+                self._stop_waiting(model)
+
+    def _stop_waiting(self, model: Model) -> None:
+        """Cancel a load that waits for its turn or for room: nobody waits for it any more."""
+        if model.loading is not None and not model.opening:
+            model.loading.cancel()
+            model.loading = None
 
     async def unload(self, model: Model) -> None:
-        """Unload a model once its requests and texts without a client have ended.
+        """Unload a model once it is loaded, if it loads, and its requests and texts without a
+        client have ended.
 
         Raises:
             RequestError: they have not ended after `max_wait` seconds.
         """
-        end = time.monotonic() + self._max_wait
+
+        def unused() -> list[Model]:
+            return [] if model.is_used or model.status == "loading" else [model]
+
         with self._no_new_requests(model):
-            while True:
-                await self._wait_until_idle(model, end, f"{model.name} is in use; retry later")
-                async with self._lock:
-                    if not model.is_used:  # else it was loaded for requests that begin now
-                        await self._unload(model)
-                        return
+            await self._unload_one(unused, f"{model.name} is in use; retry later")
 
     async def _loading(self, model: Model) -> None:
         """Wait for the load of a model; begin it if it has not begun."""
@@ -147,7 +159,9 @@ class LoadedModels:
         """Load a model when the loads before it have ended."""
         try:
             await self._wait_until(lambda: not model.unloading)
-            async with self._lock:
+            if model.is_ready:  # another one was unloaded
+                return
+            async with self._turn:
                 if model.status != "loaded":
                     await self._load(model)
         finally:
@@ -162,16 +176,9 @@ class LoadedModels:
         began = time.perf_counter()
         log.info("loading a model", extra={"facts": {"model": model.name}})
         try:
-            while sum(m.status == "loaded" for m in self.all.values()) >= self.max_loaded:
+            while len(self._loaded) >= self.max_loaded:
                 await self._make_room()
-            model.opening = True
-            while True:
-                try:
-                    service = await asyncio.to_thread(open_model, model, self._load_service)
-                    break
-                except EnvironmentProblem:
-                    if not await self._make_room():
-                        raise
+            service = await self._open(model)
             app = single_model.create_app(service, mounted=True, store=self.responses)
             await model.exit_stack.enter_async_context(app.router.lifespan_context(app))
             model.service, model.app = service, app
@@ -186,6 +193,7 @@ class LoadedModels:
         finally:
             model.opening = False
             model.status = "loaded" if model.service is not None else "unloaded"
+            self._changed.set()
             log.info(
                 "model " + model.status,
                 extra={
@@ -198,19 +206,54 @@ class LoadedModels:
                 },
             )
 
+    async def _open(self, model: Model) -> Service:
+        """Open the files of a model; unload others while there is not enough memory."""
+        while True:
+            try:
+                async with self._lock:
+                    model.opening = True
+                    return await asyncio.to_thread(open_model, model, self._load_service)
+            except EnvironmentProblem:
+                model.opening = False
+                if not model.n_waiting or not await self._make_room():
+                    raise
+
     async def _make_room(self) -> bool:
-        """Unload the least recently used model; return False if none is loaded."""
-        loaded = [m for m in self.all.values() if m.status == "loaded"]
-        if not loaded:
+        """Unload a model, the least recently used of those that are not used; return False if none
+        is loaded.
+
+        If all are used, this waits for the first that is not any more. New requests of the least
+        recently used one wait meanwhile, so that there is such a model in the end.
+        """
+        n = len(self._loaded)
+        if not n:
             return False
-        model = min(loaded, key=lambda m: (m.is_used, not m.unloading, m.used))
-        end = time.monotonic() + self._max_wait
+        model = min(self._loaded, key=_unload_order)
+        message = f"no memory for another model while {model.name} is in use; retry later"
         with self._no_new_requests(model):
-            await self._wait_until_idle(
-                model, end, f"no memory for another model while {model.name} is in use; retry later"
-            )
-            await self._unload(model)
+            await self._unload_one(lambda: [m for m in self._loaded if not m.is_used], message, n)
         return True
+
+    async def _unload_one(
+        self, unused: Callable[[], list[Model]], message: str, most: int = 0
+    ) -> None:
+        """Wait for models that are not used, and unload the least recently used of them, unless
+        fewer than `most` models are loaded then: another has been unloaded.
+
+        Raises:
+            RequestError: there are none after `max_wait` seconds (503).
+        """
+        end = time.monotonic() + self._max_wait
+        while True:
+            await self._wait_until_ends(
+                lambda: len(self._loaded) < most or bool(unused()), end, message
+            )
+            async with self._lock:
+                if len(self._loaded) < most:
+                    return
+                if found := unused():  # else requests have begun
+                    await self._unload(min(found, key=_unload_order))
+                    return
 
     @contextmanager
     def _no_new_requests(self, model: Model) -> Iterator[None]:
@@ -222,12 +265,11 @@ class LoadedModels:
             model.n_unloads -= 1
             self._changed.set()
 
-    async def _wait_until_idle(self, model: Model, end: float, message: str) -> None:
-        """Wait until a model is no longer used; raise RequestError (503) at the time `end`."""
-        if model.is_used:
-            idle = self._wait_until(lambda: not model.is_used)
+    async def _wait_until_ends(self, done: Callable[[], bool], end: float, message: str) -> None:
+        """Wait until a condition holds; raise RequestError (503) at the time `end`."""
+        if not done():
             try:
-                await asyncio.wait_for(idle, end - time.monotonic())
+                await asyncio.wait_for(self._wait_until(done), end - time.monotonic())
             except asyncio.TimeoutError:
                 raise RequestError(503, message, retry_after=10) from None
 
@@ -261,6 +303,13 @@ class LoadedModels:
             return
         service, model.service, model.app = model.service, None, None
         model.status = "unloaded"
+        self._changed.set()
         log.info("model unloaded", extra={"facts": {"model": model.name}})
         await model.exit_stack.aclose()
         await asyncio.to_thread(service.engine.close)
+
+
+def _unload_order(model: Model) -> tuple[bool, bool, float]:
+    """Return the key by which models are unloaded: least recently used first, after those that a
+    caller waits to unload, and before those in use."""
+    return model.is_used, not model.unloading, model.used

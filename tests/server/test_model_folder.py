@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 import time
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +14,17 @@ from typing import Any
 import pytest
 
 from g4spec import convert, models
-from g4spec.errors import InputError, Unsupported
+from g4spec.errors import EnvironmentProblem, InputError, Unsupported
 from g4spec.gguf import string
 from g4spec.gguf import write as write_gguf
 from g4spec.server import model_folder
-from g4spec.server.model_folder import find_models
+from g4spec.server.loaded_models import LoadedModels
+from g4spec.server.model_folder import Model, find_models
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.service import Service
+from g4spec.server.settings import Settings
 from tests.server.conftest import TINY
-from tests.server.running_server import wait
+from tests.server.running_server import Served, wait
 from tests.server.test_models import ASK, ModelLoader, ModelServer
 
 
@@ -161,6 +165,110 @@ def test_a_model_that_is_used_again_is_not_unloaded(folder: Path) -> None:
         wait(lambda: set(served.status().values()) == {"unloaded"})
     finally:
         served.stop()
+
+
+class Instant(ModelLoader):
+    """Opens models at once, all with the same engine, which nothing uses."""
+
+    def __init__(self, tokenizer: Any, most: int = 9) -> None:
+        super().__init__(most)
+        self._tokenizer = tokenizer
+
+    def __call__(self, names: list[str], *_: Any) -> Service:
+        assert self.gate.wait(30)
+        if len(self.opened) >= self.most:
+            raise EnvironmentProblem("not enough memory")
+        self.opened += names
+        engine: Any = SimpleNamespace(
+            tokenizer=self._tokenizer,
+            n_ctx=64,
+            start=lambda: None,
+            close=lambda: self.opened.remove(names[0]),
+        )
+        service = Service(engine, Settings(*names))
+        service.warm_up = lambda: None  # type: ignore[method-assign]
+        return service
+
+
+@pytest.fixture
+def instant(plain: Served) -> Instant:
+    return Instant(plain.engine.tokenizer)
+
+
+ABC = [Model(name, Path(name)) for name in "abc"]
+
+
+@pytest.mark.parametrize("by", ["its requests", "unload"])
+def test_the_first_model_that_is_not_used_makes_room(instant: Instant, by: str) -> None:
+    """A load waited for the end of a long stream of the least recently used model, and so did the
+    requests of that model and the unloading of another, although there was one without requests."""
+
+    async def work() -> None:
+        models = LoadedModels(found := deepcopy(ABC), instant, max_loaded=2)
+        a, b, c = found
+        for model in (a, b):
+            await models.load(model)
+        unloads = list[asyncio.Future[None]]()
+        with models.use(a):
+            with models.use(b):
+                load = asyncio.ensure_future(models.load(c))
+                await asyncio.sleep(0.02)
+                again = asyncio.ensure_future(models.load(a))
+                if by == "unload":
+                    unloads.append(asyncio.ensure_future(models.unload(b)))
+                await asyncio.sleep(0.02)
+                assert a.unloading and not load.done() and not again.done()
+            instant.gate.clear()
+            await asyncio.wait_for(asyncio.gather(again, *unloads), 10)
+            assert not load.done() and a.is_ready
+            instant.gate.set()
+            await asyncio.wait_for(load, 10)
+        assert [model.status for model in found] == ["loaded", "unloaded", "loaded"]
+        await models.close()
+
+    asyncio.run(work())
+
+
+def test_a_load_that_waits_for_room_delays_no_shutdown(instant: Instant) -> None:
+    """The second signal waited for a background response of another model, 10 minutes at most."""
+
+    async def work() -> None:
+        models = LoadedModels(found := deepcopy(ABC), instant, max_loaded=1)
+        await models.load(found[0])
+        with models.use(found[0]):
+            load = asyncio.ensure_future(models.load(found[1]))
+            await asyncio.sleep(0.02)
+            await asyncio.wait_for(models.close(), 10)
+        assert load.cancelled() and instant.opened == []
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("when", ["opening", "waiting"])
+def test_nobody_waits_for_memory_that_no_request_needs(instant: Instant, when: str) -> None:
+    """New requests of another model waited, too, after the client had left."""
+    instant.most = 1
+
+    async def work() -> None:
+        models = LoadedModels(found := deepcopy(ABC), instant, max_loaded=3)
+        first, second, _ = found
+        await models.load(first)
+        with models.use(first):
+            if when == "opening":
+                instant.gate.clear()
+            load = asyncio.ensure_future(models.load(second))
+            while not (second.opening if when == "opening" else first.unloading):
+                await asyncio.sleep(0.005)
+            load.cancel()
+            await asyncio.wait({load})
+            instant.gate.set()
+            while second.status == "loading":
+                await asyncio.sleep(0.005)
+            await models.load(first)
+            assert instant.opened == ["a"]
+        await models.close()
+
+    asyncio.run(asyncio.wait_for(work(), 10))
 
 
 def test_only_streams_have_a_conversation(folder: Path, room: ModelLoader) -> None:
