@@ -381,8 +381,13 @@ class Request:
                 self.text += self._stream.finish()
                 self.stats.stop_reason = f"stop token {token}"
                 return i
+            before = len(self.text)
             self.text += self._stream.push([token])
-            ends = [at for s in self.options.stop if (at := self.text.find(s)) >= 0]
+            ends = [
+                at
+                for s in self.options.stop
+                if (at := self.text.find(s, max(0, before - len(s) + 1))) >= 0
+            ]
             if ends:
                 self.text = self.text[: min(ends)]
                 self.stats.stop_reason = "stop string"

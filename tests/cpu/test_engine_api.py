@@ -1414,6 +1414,34 @@ def test_a_long_prompt_does_not_hold_up_running_texts(
         assert list(request)
 
 
+def test_the_time_to_find_a_stop_text_does_not_grow_with_the_text() -> None:
+    """After each token the whole text was searched, for which all requests waited."""
+
+    class Stream:
+        more = " s" * 100_000
+
+        def push(self, ids: Any) -> str:
+            text, self.more = self.more, "s"
+            return text
+
+        def finish(self) -> str:
+            return ""
+
+    def seconds(stop: tuple[str, ...]) -> float:
+        driver: Any = None  # nobody waits for the request
+        tokenizer: Any = memory_engine.Characters()
+        request = Request([2], Options(stop=stop, stream=Stream), driver, tokenizer)
+        request.append(Cycle([9], [0.0]))
+        began = time.process_time()
+        request.append(Cycle([9] * 100, [0.0] * 100))
+        assert len(request.ids) == 101
+        return time.process_time() - began
+
+    many = tuple(f"stop {i}" for i in range(16))
+    without, found = (min(seconds(stop) for _ in range(5)) for stop in ((), many))
+    assert found < 4 * without, (found, without)
+
+
 def test_a_text_in_place_of_the_list_of_stop_texts() -> None:
     with pytest.raises(UsageError, match="`stop`: expected a tuple of texts"):
         Options(stop="\n")  # type: ignore[arg-type]
