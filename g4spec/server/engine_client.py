@@ -137,7 +137,7 @@ class EngineClient(AbstractContextManager["EngineClient"]):
     generate = submit
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request in the process, or remove it if no process runs."""
+        """End a request. The process is told; until it confirms that, it works, or hangs."""
         with self._lock:
             pending = self._pending.copy().items()  # a finalizer may cancel, too
             number = next((n for n, t in pending if t.request is request), None)
@@ -145,9 +145,9 @@ class EngineClient(AbstractContextManager["EngineClient"]):
                 return
             if self._channel is not None:
                 self._channel.send("cancel", number)
-                return
-            del self._pending[number]
-        request.finish("cancelled")
+            else:
+                del self._pending[number]
+            request.finish("cancelled")
 
     def _send_request(self, number: int) -> None:
         """Send a request to the running process. The caller holds the lock."""
@@ -368,18 +368,17 @@ class EngineClient(AbstractContextManager["EngineClient"]):
 
     def _on_request_message(self, name: str, number: int, *more: Any) -> None:
         with self._lock:
-            pending = self._pending.get(number)
-            if pending is None:
+            ended = name == "done"
+            pending = (self._pending.pop if ended else self._pending.get)(number, None)
+            self._request_finished |= ended
+            if pending is None or pending.request.done:  # it was cancelled
                 return
-            if name == "done":
-                del self._pending[number]
-        if name == "begun":
-            pending.begun, pending.request.stats = True, more[0]
-        elif name == "cycle":
-            pending.request.add(*more)
-        else:
-            self._request_finished = True
-            pending.request.end(*more)
+            if name == "begun":
+                pending.begun, pending.request.stats = True, more[0]
+            elif name == "cycle":
+                pending.request.add(*more)
+            else:
+                pending.request.end(*more)
 
     def _on_process_end(self, reason: str, failed: EnvironmentProblem | None) -> None:
         """End running requests with EngineLost; if `failed`, set it and end all requests."""

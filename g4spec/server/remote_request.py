@@ -30,7 +30,7 @@ class RemoteEngine(Driver, Protocol):
     notes: list[str]
 
     def cancel(self, request: Request) -> None:
-        """Cancel a request in the process, or remove it if no process runs."""
+        """End a request, also if the process does not respond."""
         ...
 
 

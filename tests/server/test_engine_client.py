@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from g4spec.core import Cycle
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.engine_stats import EngineStats
 from g4spec.runtime.request import Options, Stats
@@ -106,6 +107,25 @@ def test_a_cancelled_request_has_no_error_of_a_lost_process(
     request.cancel()  # the process ends before it reads that
     played[0].kill()
     assert list(request) == [] and request.stats.stop_reason == "cancelled"
+
+
+def test_a_cancelled_request_ends_although_its_process_hangs(
+    client: EngineClient, played: list[Played]
+) -> None:
+    """On a CPU no process is killed because it hangs: the time limit of a request ended nothing."""
+    request, other = (client.submit([2, 9], Options(4)) for _ in range(2))
+    request.cancel()
+    assert request.done and request.stats.stop_reason == "cancelled"
+    for number in range(2):
+        stats = Stats(2, tokens=1, stop_reason="length")
+        played[0].received.put(("cycle", number, Cycle([7], [0.0]), Stats(2, tokens=1), 0, "x"))
+        played[0].received.put(("done", number, stats, [], None, 1, ""))
+    assert [cycle.tokens for cycle in other] == [[7]]
+    assert list(request) == [] and request.stats.stop_reason == "cancelled" and not request.text
+    request = client.submit([2, 9], Options(4))
+    request.cancel()
+    played[0].received.put(("figures", EngineStats(1, 0, 1, 1, (), last_step=0)))
+    wait(lambda: len(played) == 2)  # where a hanging process is killed, it still is
 
 
 def test_a_listener_that_fails_ends_no_other_request(
