@@ -21,10 +21,13 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.ops.simple import SimpleOps
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.engine_stats import EngineStats
+from g4spec.runtime.prefill import out_of_memory
 from g4spec.runtime.request import Options, Progress, Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.channel import Channel, Message
@@ -203,9 +206,10 @@ class Worker:
                 self.requests[number] = request
                 ops = engine.target.ops
                 request.listen(RequestRelay(number, request, requested.progress, self, ops))
-        except G4Error as error:
+        except (G4Error, torch.OutOfMemoryError) as error:
             if engine.failed is None:  # otherwise the text is submitted to the next process
-                self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
+                known = error if isinstance(error, G4Error) else out_of_memory(error)
+                self.channel.send("done", number, Stats(len(prompt)), [], known, 0, "")
 
     def fail(self, error: Exception | None) -> None:
         """Exit the process after a failed step: the state of the device is undefined."""

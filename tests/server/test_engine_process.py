@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
 from g4spec.server.engine_client import EngineClient
-from g4spec.server.engine_process import RequestRelay
+from g4spec.server.engine_process import RequestRelay, Worker, pickle_options
 from g4spec.server.model_folder import Model
 from g4spec.server.remote_request import EngineLost
 from g4spec.server.settings import Settings
@@ -458,6 +459,22 @@ def test_errors_survive_pickling(error: G4Error) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error)
     assert vars(again) == vars(error) and again.args == error.args
+
+
+def test_without_memory_for_a_request_others_go_on() -> None:
+    """The process ended, and with it all requests."""
+    sent = list[Any]()
+
+    def submit(*_: Any) -> Request:
+        raise torch.OutOfMemoryError("GPU 0 has a total capacity of 1 GiB")
+
+    engine: Any = SimpleNamespace(step_lock=nullcontext, submit=submit, failed=None)
+    worker = object.__new__(Worker)
+    worker._shared, worker.channel = {}, SimpleNamespace(send=lambda *m: sent.append(m))  # type: ignore[assignment]
+    worker._submit(engine, 3, [2, 9], pickle_options(Options(4)))
+    ((name, number, _, _, error, *_),) = sent
+    assert (name, number) == ("done", 3) and isinstance(error, EnvironmentProblem)
+    assert "total capacity" in str(error)
 
 
 def test_ctrl_c_in_the_terminal_does_not_reach_it(client: EngineClient) -> None:
