@@ -121,6 +121,7 @@ class ResponseStore:
         """Delete a response; cancel it if it is running."""
         record = self.get(name, owner)
         if record.generation is not None:
+            record.cancelled = True
             record.generation.close()
         self._drop(name)
         return {"id": name, "object": "response", "deleted": True}

@@ -348,11 +348,14 @@ def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="has not ended"):
         client.responses.create(**given(previous_response_id=begun.id))
     assert client.responses.cancel(begun.id).status == "cancelled"
+    metrics = busy.service.metrics
+    errors = metrics.value(metrics.errors, "503")
     deleted = client.responses.create(**long)
     client.responses.delete(deleted.id)
     while not busy.idle():
         assert time.monotonic() < end
         time.sleep(0.02)
+    assert metrics.value(metrics.errors, "503") == errors, "no request failed"
     with pytest.raises(openai.BadRequestError, match="only a response with background"):
         client.responses.cancel(whole.id)
 
