@@ -15,7 +15,7 @@ from g4spec.cli import (
     _option_checks,
     _placeholders,
 )
-from g4spec.cli._flag_translation import CommandLine
+from g4spec.cli._flag_translation import HELP, CommandLine
 from g4spec.cli._os_errors import CLICK_ERROR
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
@@ -68,6 +68,7 @@ class Group(TyperGroup):
         Output.field_names = _field_names.flags(params, line.values)
         if line.asks_for_help:
             _show_help(ctx)
+        _show_help_of_subcommand(ctx, line.args)
         if line.words and line.words[0] not in self.commands:
             if _likely_options.meant(params, line.words, line.values):
                 raise _argument_errors.unexpected(ctx, params, line.words, line.values)
@@ -79,6 +80,23 @@ def _show_help(context: Any) -> NoReturn:
     """Print the help text and end the run."""
     Output().stream(context.get_help() + "\n")
     raise typer.Exit
+
+
+def _show_help_of_subcommand(context: Any, args: list[str]) -> None:
+    """If `args` are only the name of a subcommand and --help, print its help text and end the run.
+
+    When click parses the name, typer imports pydantic for the defaults of the options before it.
+    That takes longer than everything else.
+    """
+    *subcommands, last = args or [""]
+    if last not in HELP:
+        return
+    for name in subcommands:
+        command = getattr(context.command, "commands", {}).get(name)
+        if command is None:
+            return
+        context = type(context)(command, info_name=name, parent=context)
+    _show_help(context)
 
 
 def _parse(parse: Callable[..., list[str]], context: Any, line: CommandLine) -> list[str]:
