@@ -69,7 +69,7 @@ class ModelRouter:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         name = query["model"][-1] if query.get("model") else None
         conversation = query["conv_id"][-1] if query.get("conv_id") else ""
-        client, streams = receive, False
+        client, streams, body = receive, False, b""
         try:
             if scope["method"] == "POST":
                 body, receive = await bodies.read_body(receive)
@@ -77,7 +77,7 @@ class ModelRouter:
                 name, streams = asked.model or name, asked.streams
                 if name is None and "/responses" in scope["path"]:
                     name = self._writer(scope, asked)
-            answer = await self._answer(scope, name)
+            answer = await self._answer(scope, name, body)
             if answer is not None:
                 await JsonResponse(answer)(scope, receive, send)
                 return
@@ -141,8 +141,11 @@ class ModelRouter:
             return str(self.models.responses.get(asked.previous, owner).response["model"])
         return self.models.responses.writer(asked.references, owner)
 
-    async def _answer(self, scope: Scope, name: str | None) -> Any:
-        """Return the response of a router endpoint, or None if a model must answer."""
+    async def _answer(self, scope: Scope, name: str | None, body: bytes) -> Any:
+        """Return the response of a router endpoint, or None if a model must answer.
+
+        Raises RequestError for no name and a `body` without it, or that is not valid.
+        """
         method, path = scope["method"], scope["path"]
         if path == "/props" and name is None and method in ("GET", "HEAD"):
             return self._props(scope["state"].get("disabled", ()))
@@ -152,7 +155,7 @@ class ModelRouter:
         if route is None or method != "POST":
             return None
         if name is None:
-            raise RequestError(400, "model: name the model to load or unload", param="model")
+            name = fields.read(fields.ModelRequest, body).model
         await route.endpoint(self, self._named(name))
         return {"success": True, "model": self._named(name).json()}
 

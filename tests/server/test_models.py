@@ -156,7 +156,14 @@ def test_requests_choose_a_model(several: ModelServer, room: ModelLoader, plain:
         refused = http.request(method, path, json=body)
         assert refused.status_code == 404, refused.text
         assert refused.json()["error"]["code"] == "model_not_found"
-    assert http.post("/models/load", json={}).status_code == 400
+    for content, says in (  # all were "name the model to load or unload"
+        (b"{}", "model: missing"),
+        (b'{"model": 7}', "model: expected a string, found 7"),
+        (b'{"model": "first"', "not valid JSON"),
+        (b"model=first", "not valid JSON"),
+    ):
+        refused = http.post("/models/load", content=content)
+        assert refused.status_code == 400 and says in refused.json()["error"]["message"]
     assert http.post("/v1/completions", content=b"{").status_code == 400
     assert http.post("/v1/completions", content=b"[]").status_code == 400
     assert http.post("/models/unload", json={"model": "first"}).json()["success"]
