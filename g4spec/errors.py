@@ -57,7 +57,7 @@ def did_you_mean(found: object, choices: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}?"
 
 
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 
 
 def similar_files(path: Path) -> str | None:

@@ -43,9 +43,9 @@ def likely_flags(word: str) -> Iterator[str]:
     if re.fullmatch(r"-?\d+", word):
         yield from ("--n-predict", "--chunks", "--ctx-size")
     path = Path(word)
-    if word.endswith(".gguf") and not path.exists():
+    if word.lower().endswith(".gguf") and not path.exists():
         yield "--out"
-    if word.endswith(".gguf") or path.is_dir() or _is_model_name(word):
+    if word.lower().endswith(".gguf") or path.is_dir() or _is_model_name(word):
         yield from ("--model", "--target", "--model-draft", "--family")
     if path.suffix == ".html":
         yield "--report"

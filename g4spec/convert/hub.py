@@ -26,7 +26,7 @@ from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import regular_files
 from g4spec.gguf.atomic import atomic_write
-from g4spec.gguf.parts import model_name
+from g4spec.gguf.parts import FILES, has_suffix, model_name
 
 Purpose = Literal["any", "draft", "tokenizer", "gguf"]
 """Files needed: a checkpoint or GGUF, that of a draft, a target's tokenizer and configuration, or a
@@ -95,7 +95,7 @@ class _Hub:
             if self.id.file not in names:
                 raise InputError(
                     f"{self.id} has no file {self.id.file}",
-                    found=_shown(n for n in names if n.endswith(".gguf")),
+                    found=_shown(n for n in names if has_suffix(n)),
                 )
             parts = [n for n in names if model_name(n) == model_name(self.id.file)]
             found = {name: self._get(name, revision) for name in parts}
@@ -106,7 +106,7 @@ class _Hub:
             self._check_quantization(chosen, revision)
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
-        return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+        return paths[0] if has_suffix(chosen[0]) else paths[0].parent
 
     def _list(self) -> tuple[str, dict[str, int]]:
         """Return the commit of the revision, and its files: name -> bytes, 0 if not given."""
@@ -148,7 +148,7 @@ class _Hub:
         top = [n for n in names if "/" not in n]
         small = [n for n in SMALL if n in top]
         tensors = sorted(n for n in top if n.endswith(".safetensors"))
-        ggufs = sorted(n for n in names if n.endswith(".gguf") and holds_model(n))
+        ggufs = sorted(n for n in names if has_suffix(n) and holds_model(n))
         if purpose == "draft":
             ggufs = drafts(ggufs)
         if self.id.type:
@@ -274,7 +274,7 @@ class _Hub:
                 f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
                 fix="unset HF_HUB_OFFLINE to download",
             ) from e
-        found = (str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+        found = (str(p.relative_to(folder)) for p in folder.rglob(FILES))
         names = sorted(name for name in found if holds_model(name))
         names = drafts(names) if purpose == "draft" else names
         if self.id.type:

@@ -8,8 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from g4spec.gguf.parts import has_suffix
+
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+(?:-[A-Za-z0-9_]+)*"
+_REVISION, _PART = (
+    r"[A-Za-z0-9][A-Za-z0-9._/-]*",
+    r"[^:\\]+\.[gG][gG][uU][fF]|[A-Za-z0-9_]+(?:-[A-Za-z0-9_]+)*",
+)
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
 _DRAFT = re.compile(r"(?:.*/)?(?:mtp|eagle3|dflash|dspark)-[^/]*", re.I)
@@ -30,11 +35,11 @@ class HubId:
     def parse(cls, text: str) -> HubId | None:
         """Parse an id; None if `text` can only be a path, such as `folder/model.gguf`."""
         found = _ID.fullmatch(text)
-        if found is None or found[1].endswith((".gguf", ".safetensors")):
+        if found is None or has_suffix(found[1]) or found[1].endswith(".safetensors"):
             return None
         if (found[2] and ".." in found[2]) or (found[3] and not is_safe(found[3])):
             return None
-        named = found[3] is None or found[3].endswith(".gguf")
+        named = found[3] is None or has_suffix(found[3])
         return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
 
     def of_type(self, names: Iterable[str]) -> list[str]:
@@ -46,7 +51,7 @@ class HubId:
         type = re.escape(self.type or "")
         word = re.compile(rf"(?<![A-Za-z0-9_]){type}(?![A-Za-z0-9_])", re.I)
         plain = re.compile(rf"(?<![A-Za-z0-9_])(?<!UD-){type}(?![A-Za-z0-9_])", re.I)
-        found = [name for name in names if name.endswith(".gguf") and word.search(name)]
+        found = [name for name in names if has_suffix(name) and word.search(name)]
         models = [name for name in found if holds_model(name) and not _DRAFT.fullmatch(name)]
         found = models or found
         return [name for name in found if plain.search(name)] or found

@@ -19,7 +19,12 @@ KEYS = (NO, COUNT, TENSORS)
 MAX_PARTS = 0xFFFF
 FILES = "*.[gG][gG][uU][fF]"
 """Pattern of the GGUF files in a folder; Windows programs write the suffix in capitals, too."""
-_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_NAME = re.compile(r"(.*)-(\d{5})(-of-)(\d{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
+
+
+def has_suffix(name: str) -> bool:
+    """Return whether `name` ends with `.gguf`, in small or capital letters."""
+    return name.lower().endswith(".gguf")
 
 
 def folder_hint(folder: Path) -> str | None:
@@ -41,6 +46,11 @@ def part_name(stem: str, no: int, count: int) -> str:
     return f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
 
 
+def _other_part(found: re.Match[str], no: int) -> str:
+    """Return the name of part `no` (0 is the first) beside the part that `_NAME` has matched."""
+    return f"{found[1]}-{no + 1:05d}{found[3]}{found[4]}{found[5]}"
+
+
 def unsplit_path(path: Path) -> Path | None:
     """Return the path `NAME.gguf` of the split model that `path` is a part of, judged by its name;
     None if it is not a part."""
@@ -51,13 +61,13 @@ def unsplit_path(path: Path) -> Path | None:
 def model_name(name: str) -> str:
     """Return a name that all parts of a split model have in common; of another file its own."""
     found = _NAME.fullmatch(name)
-    return f"{found[1]}-of-{found[3]}.gguf" if found else name
+    return f"{found[1]}{found[3]}{found[4]}{found[5]}" if found else name
 
 
 def siblings(path: Path) -> list[Path]:
     """Return the other existing parts of the split model of `path`, judged by its name."""
     found = _NAME.fullmatch(path.name)
-    names = [part_name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
+    names = [_other_part(found, no) for no in range(int(found[4]))] if found else []
     others = [path.with_name(n) for n in names if n != path.name]
     return [p for p in others if p.exists()]
 
@@ -68,9 +78,7 @@ def first_parts(paths: list[Path]) -> list[Path]:
     out = []
     for path in paths:
         found = _NAME.fullmatch(path.name)
-        if not found or path.with_name(part_name(found[1], 0, int(found[3]))) not in present - {
-            path
-        }:
+        if not found or path.with_name(_other_part(found, 0)) not in present - {path}:
             out.append(path)
     return out
 
@@ -84,14 +92,14 @@ def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
     if not 1 <= count <= MAX_PARTS:
         raise InputError(f"{path}: {COUNT}", expected=f"1 to {MAX_PARTS}", found=count)
     found = _NAME.fullmatch(path.name)
-    if not found or (int(found[2]), int(found[3])) != (no + 1, count):
+    if not found or (int(found[2]), int(found[4])) != (no + 1, count):
         raise InputError(
             f"{path}: the name of part {no + 1} of {count} of a split model",
             expected=part_name("NAME", no, count),
             found=path.name,
             fix="rename all parts like this, as llama.cpp asks, too, or download them again",
         )
-    out = [path.with_name(part_name(found[1], i, count)) for i in range(count)]
+    out = [path.with_name(_other_part(found, i)) for i in range(count)]
     missing = [p.name for p in out if not p.exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

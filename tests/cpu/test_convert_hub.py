@@ -100,6 +100,7 @@ def refused(text: str, error: type[G4Error], says: str, want: hub.Purpose = "any
         ("org/name@main", "org/name", "main", None),
         ("z-lab/gemma-4-31B-it-DFlash@refs/pr/1", "z-lab/gemma-4-31B-it-DFlash", "refs/pr/1", None),
         ("org/name:a b.gguf", "org/name", None, "a b.gguf"),
+        ("org/name:M-Q8_0.GGUF", "org/name", None, "M-Q8_0.GGUF"),
         ("org/name@v1:sub/file.gguf", "org/name", "v1", "sub/file.gguf"),
     ],
 )
@@ -442,6 +443,28 @@ def test_a_split_gguf_is_fetched_whole(
             with GGUF(path) as g:
                 assert g.tensors.keys() == raw.keys() and len(g.parts) == len(paths) > 2
     assert "m.gguf" not in served.downloads()
+
+
+def test_suffixes_in_capitals(
+    family: Path, served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a repository had "neither safetensors nor GGUF files", and `:FILE.GGUF` was a path. Of
+    a split model one part was fetched."""
+    with GGUF(family / "target.gguf") as g:
+        kv, raw = {k: g.value(k) for k in g}, {n: [g.raw(n)] for n in g.tensors}
+        data = [TensorData(n, t.shape, t.type, raw[n]) for n, t in g.tensors.items()]
+        paths, _ = write_split(tmp_path / "M-Q8_0.gguf", kv, data, 200_000)
+    served.repos["org/caps"] = {p.name.upper(): p.read_bytes() for p in paths}
+    served.repos["org/one"] = {"D.GGUF": (family / "draft.gguf").read_bytes()}
+    first = paths[0].name.upper()
+    for offline in (False, True):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+        assert get("org/one").name == get("org/one:D.GGUF").name == "D.GGUF"
+        for text in ("org/caps", "org/caps:q8_0", f"org/caps:{first}"):
+            path = get(text, "gguf")
+            assert path.name == first, text
+            with GGUF(path) as g:
+                assert g.tensors.keys() == raw.keys() and len(g.parts) == len(paths) > 2
 
 
 def test_a_type_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
