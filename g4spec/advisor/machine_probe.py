@@ -207,11 +207,15 @@ def _text(value: Any) -> str:
 
 
 def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[Any]:
-    """Return the devices that CUDA_VISIBLE_DEVICES selects, by index or UUID prefix. As CUDA does,
-    stop at the first invalid entry, and after an instance of a GPU (MIG), of which a process can
-    use one. NVML itself ignores the variable."""
+    """Return the devices that a process can use: those that CUDA_VISIBLE_DEVICES selects, by index
+    or UUID prefix, up to the first invalid entry. NVML itself ignores the variable.
+
+    Of the instances of GPUs that are split into such (MIG), a process can use one, and no whole GPU
+    besides; without a choice CUDA takes the first.
+    Source: NVIDIA's MIG user guide, "CUDA Device Enumeration".
+    """
     if wanted is None:
-        return handles
+        return _instances(ask, handles)[:1] or handles
     known = [*handles, *_instances(ask, handles)]
     ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in known]
     out: list[Any] = []
@@ -228,8 +232,8 @@ def _visible(ask: _NvmlCalls, handles: list[Any], wanted: str | None) -> list[An
             break
         out.append(found)
         if found not in handles:
-            break
-    return out
+            return out
+    return _instances(ask, out)[:1] or out
 
 
 def _instances(ask: _NvmlCalls, handles: list[Any]) -> list[Any]:
@@ -261,7 +265,7 @@ def _gpus(
                 handles.append(handle)
         every = len(handles)
         handles = _visible(ask, handles, visible)
-        if len(handles) < every:
+        if visible is not None and len(handles) < every:
             notes.append(f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} GPUs are used")
         gpus = [
             replace(

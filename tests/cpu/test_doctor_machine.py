@@ -174,15 +174,18 @@ def test_visible_devices(
         ("MIG-b1", [10]),
         ("MIG-a", [20]),
         ("MIG-b1,MIG-a1", [10]),  # CUDA takes one instance
-        ("GPU-a1,MIG-b1", [80]),
+        ("GPU-a1,MIG-b1", [20]),  # a GPU that is split: its first instance
+        ("0", [20]),
+        (None, [20]),
         ("MIG-c1", []),
         ("MIG-", []),
     ],
 )
 def test_an_instance_of_a_gpu_is_visible(
-    value: str, memory: list[int], monkeypatch: pytest.MonkeyPatch, system: System
+    value: str | None, memory: list[int], monkeypatch: pytest.MonkeyPatch, system: System
 ) -> None:
-    """An instance has memory and a name, but no capability and no card of its own."""
+    """An instance has memory and a name, but no capability and no card of its own. Without a
+    choice, and by its number, the whole GPU counted, which no process can use."""
     sizes = [("A100-SXM4-80GB", (8, 0), 80), ("A100 MIG 2g.20gb", None, 20)]
     sizes.append(("A100 MIG 1g.10gb", None, 10))
     nvml: Any = Nvml([(f"NVIDIA {name}", cc, n << 30, n << 30) for name, cc, n in sizes])
@@ -191,7 +194,7 @@ def test_an_instance_of_a_gpu_is_visible(
     nvml.nvmlDeviceGetMaxMigDeviceCount = lambda h: 7
     nvml.nvmlDeviceGetMigDeviceHandleByIndex = nvml_instance
     nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle = nvml_parent
-    system.env = {"CUDA_VISIBLE_DEVICES": value}
+    system.env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     m = look(monkeypatch, nvml, system)
     assert [g.memory for g in m.gpus] == [n << 30 for n in memory]
     assert all(g.cc == (8, 0) for g in m.gpus)
