@@ -267,7 +267,8 @@ def test_sglang_does_not_read_a_folder_in_the_format_of_speculators(
         ("zlab", "0.5.23", ""),
         ("zlab", "0.5.22", "SGLang older than 0.5.23 with DFlash2: unknown"),
         ("speculators", "0.5.23", "SGLang does not read drafts in speculators' format"),
-        ("specforge", "0.5.23", "SGLang with EAGLE-3 on Gemma 4: unknown"),
+        ("specforge", "0.5.23", ""),
+        ("specforge", "0.5.22", "SGLang older than 0.5.23 with EAGLE-3 on Gemma 4: unknown"),
     ],
 )
 def test_sglang_runs_the_kinds_that_its_source_has(
@@ -281,7 +282,9 @@ def test_sglang_runs_the_kinds_that_its_source_has(
     found = recipe.make(FACTS, machine, q, "sglang")
     assert [title for title, _, _ in found.blocked] == [says] * bool(says)
     if found.works:
-        assert "--speculative-algorithm DFLASH" in found.commands[0]
+        algorithm = "EAGLE3" if name == "specforge" else "DFLASH"
+        assert f"--speculative-algorithm {algorithm}" in found.commands[0]
+        assert "--speculative-draft-model-path" in found.commands[0]
         assert "--speculative-num-draft-tokens" in found.commands[0]
 
 
