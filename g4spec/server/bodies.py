@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 
 from pydantic_core import from_json
@@ -57,7 +58,7 @@ class RoutingFields:
 def routing_fields(body: bytes) -> RoutingFields:
     """Return the fields of a body that select its model; its handler reports an invalid body."""
     try:
-        value = from_json(body)
+        value = from_json(body.removeprefix(BOM_UTF8))
     except ValueError:
         return RoutingFields()
     if not isinstance(value, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -93,9 +94,10 @@ def read(model: type[Model], body: bytes) -> Model:
 
 
 def parse(body: bytes) -> Json:
-    """Parse a body; raise RequestError unless it is a JSON object."""
+    """Parse a body; raise RequestError unless it is a JSON object. A byte order mark of UTF-8, which
+    programs of Windows write, is ignored as in llama.cpp."""
     try:
-        value = from_json(body, allow_inf_nan=False)
+        value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
         raise RequestError(
             400, f"the request body is not valid JSON: {error}", code="invalid_json"
