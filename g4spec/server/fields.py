@@ -94,8 +94,10 @@ def read(model: type[Model], body: bytes) -> Model:
 
 
 def parse(body: bytes) -> Json:
-    """Parse a body; raise RequestError unless it is a JSON object. A byte order mark of UTF-8, which
-    programs of Windows write, is ignored as in llama.cpp."""
+    """Parse a body; raise RequestError unless it is a JSON object.
+
+    A byte order mark of UTF-8, which programs of Windows write, is ignored as in llama.cpp.
+    """
     try:
         value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:

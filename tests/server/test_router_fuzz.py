@@ -31,7 +31,7 @@ BODY = json.dumps({"model": "tiny", "stream": True, "input": [{"type": "item_ref
 
 def open_model(names: list[str], target: Path, draft: Path | None, tell: Progress) -> Service:
     engine = Engine.load(target, draft, n_ctx=64, progress=tell)
-    return Service(engine, Settings(*names))
+    return Service(engine, Settings(names[0]))
 
 
 @pytest.fixture(scope="module")
