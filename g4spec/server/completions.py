@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -32,7 +32,7 @@ class CompletionRequest(OpenAI):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
-    suffix: Literal[""] | None = None
+    suffix: str | None = None
 
 
 async def build_job(service: Service, request: CompletionRequest) -> Job:
@@ -42,6 +42,12 @@ async def build_job(service: Service, request: CompletionRequest) -> Job:
     if request.best_of not in (None, n):
         raise RequestError(
             400, "best_of: only the value of n is supported; leave it out", param="best_of"
+        )
+    if request.suffix:
+        raise RequestError(
+            400,
+            "suffix: Gemma 4 has no tokens for infilling; send only the text before the gap",
+            param="suffix",
         )
     wanted = await asyncio.to_thread(constraints.of, request)
     if wanted and request.ignore_eos:

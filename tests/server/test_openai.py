@@ -628,7 +628,7 @@ def test_the_seed_minus_one_is_random(busy: Served, path: str) -> None:
 def test_unsupported_completions_are_refused(busy: Served) -> None:
     for more, message in (
         ({"best_of": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
+        ({"suffix": "x"}, "suffix: Gemma 4 has no tokens for infilling"),  # was: expected ''
         ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
         ({"prompt": []}, "empty"),
         ({"prompt": [99999]}, "outside the vocabulary"),
