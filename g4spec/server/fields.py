@@ -43,7 +43,6 @@ Content = Annotated[
 ]
 """Content blocks, to be validated by `variant`; a str is converted to one text block."""
 
-
 Parsed = Annotated[Any, Field(exclude=True)]
 """Ignored: fields that helpers of OpenAI's SDKs (`parse`, `stream`) add to an answer, which clients
 send back."""
@@ -94,10 +93,7 @@ def read(model: type[Model], body: bytes) -> Model:
 
 
 def parse(body: bytes) -> Json:
-    """Parse a body; raise RequestError unless it is a JSON object.
-
-    A byte order mark of UTF-8, which programs of Windows write, is ignored as in llama.cpp.
-    """
+    """Parse a body, with a byte order mark or not; raise RequestError unless it is an object."""
     try:
         value = from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:

@@ -26,7 +26,7 @@ Sizes = Mapping[str, int]
 def of_attention() -> Sizes:
     shapes = {
         attention.choose(dim, kind, rows, arch, pairs)[0]
-        for arch in attention.TENSOR_ARCHS
+        for arch in nvrtc.TENSOR_ARCHS
         for dim, kind, rows in itertools.product(HEAD_DIMS, KINDS, (1, 8, 9, 17, 64))
         for pairs in (0, 64)
         if not pairs or shares(dim, pairs)
@@ -48,7 +48,7 @@ def of_windows() -> Sizes:
 def of_gemms() -> Sizes:
     narrow = {
         gemm_tiles.gemm_config(type, unit, groups, tiles, arch, upper=upper)
-        for arch in gemm_tiles.ARCHS
+        for arch in nvrtc.TENSOR_ARCHS
         for type in packing.PARTS
         for unit in packing.units_of(type)
         for groups, tiles in itertools.product((1, 2, gemm_tiles.MANY_GROUPS), (1, 2))

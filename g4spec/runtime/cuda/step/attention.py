@@ -193,17 +193,17 @@ def attend(
     """
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.rows_per_sequence
-    assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
+    arch = launch.arch(q.device.index)
+    plain = arch not in nvrtc.TENSOR_ARCHS if plain is None else plain
+    assert q.dtype == torch.float16 and head_dim == kv.head_dim in HEAD_DIMS, q.shape
     assert 1 <= tokens <= MAX_STEP_ROWS and len(q) == len(batch), batch.sizes
-    assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
+    assert n_head % kv.n_kv == 0 and (plain or takes(n_head, kv)), (n_head, kv.n_kv)
     group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
     assert room <= MAX_ROW_CHUNKS, (room, kv.positions)
     size = sequences, room, kv.n_kv, tokens * group
     sums = torch.empty(*size, head_dim, dtype=torch.float32, device=q.device)
     tops = torch.empty(*size, 2, dtype=torch.float32, device=q.device)
-    arch = launch.arch(q.device.index)
-    plain = arch not in nvrtc.TENSOR_ARCHS if plain is None else plain
     common = _cache_arguments(kv) | {
         "q": q,
         "first": first,
@@ -225,7 +225,6 @@ def attend(
         grid = min(room * kv.n_kv * -(-tokens * group // PLAIN_ROWS), most)
         kernel((grid, sequences), PLAIN_THREADS, **common)
     else:
-        assert takes(n_head, kv), (n_head, kv.n_kv, kv.space.table.shape)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.rotary_pairs)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
