@@ -21,6 +21,7 @@ from g4spec.advisor.named_models import (
 from g4spec.advisor.schema import DraftFact, SizeFact, WeightsFact
 from g4spec.convert.hub_id import HubId
 from g4spec.errors import InputError, UsageError, did_you_mean, similar_files
+from g4spec.gguf.parts import has_suffix
 from g4spec.quant import policy
 
 QAT = "qat"
@@ -34,11 +35,11 @@ def find_target(facts: Facts, text: str) -> TargetModel:
     if path.exists():
         return model_files.read_target(facts, path, given)
     id = HubId.parse(text)
-    if text.lower().endswith(".gguf") and (id is None or id.file is None):
+    if has_suffix(text) and (id is None or id.file is None):
         raise _missing(path, "a size such as 31b or 31b:q4_k_m")
     name, _, wanted = text.partition(":")
     name = name.partition("@")[0]
-    if wanted.lower().endswith(".gguf"):
+    if has_suffix(wanted):
         wanted = type_of(wanted) or wanted[: -len(".gguf")]
     size = find_size(facts, name)
     if size is None:
@@ -153,7 +154,7 @@ def find_draft(facts: Facts, text: str, of: TargetModel) -> DraftModel:
         return model_files.read_draft(facts, path, given, of)
     if text.lower() == NGRAM:
         return ngram_lookup(of)
-    if text.lower().endswith(".gguf"):
+    if has_suffix(text):
         raise _missing(path, "a published draft such as mtp")
     row = _row_of(facts, text, of.size)
     if row is not None:
