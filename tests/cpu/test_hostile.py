@@ -33,6 +33,7 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz import mutation
 from tests.fuzz import readers as fuzzing
 from tests.support import tiny
+from tests.support.processor_time import processor_time_below
 from tests.support.selection import sample
 
 NAMES = [
@@ -178,9 +179,9 @@ def test_any_bytes_as_json_gguf_and_safetensors(raw: bytes, tmp_path: Path) -> N
 
 def test_many_entries_do_not_take_quadratic_time(tmp_path: Path) -> None:
     """Files under 1 MB with as many entries as they can contain."""
-    start, path = time.process_time(), tmp_path / "a.gguf"
+    path = tmp_path / "a.gguf"
     keys = ",".join(f'"{i}":1' for i in range(90000))
-    with pytest.raises(InputError, match="duplicate key"):
+    with processor_time_below(5), pytest.raises(InputError, match="duplicate key"):
         safetensors.parse_json(f'{{{keys},"7":1}}'.encode(), "x")
     for arch, kind, size in (("dflash-draft", 0, 4), ("gemma4_mtp", 0, 4), ("dflash", 41, 18)):
         count = 18000
@@ -190,9 +191,8 @@ def test_many_entries_do_not_take_quadratic_time(tmp_path: Path) -> None:
             {"general.architecture": string(arch)},
             [TensorData(n, (128 if kind else 1,), kind, [bytes(size)]) for n in names],
         )
-        with suppress(G4Error):
+        with processor_time_below(5), suppress(G4Error):
             convert(path, tmp_path / "o.gguf", target=target_of(tmp_path))
-    assert time.process_time() - start < 20
 
 
 def target_of(folder: Path) -> Path:
@@ -423,9 +423,8 @@ def test_validate_against_many_tensors_does_not_take_quadratic_time(tmp_path: Pa
         head[f"x{i}"] = {"dtype": "F32", "shape": [1], "data_offsets": offsets}
     text = json.dumps(head).encode()
     weights.write_bytes(len(text).to_bytes(8, "little") + text + raw[end:] + bytes(32000))
-    start = time.process_time()
-    assert len(validate(tmp_path / "d.gguf", against=folder).failures) >= 8000
-    assert time.process_time() - start < 5  # 0.6 s alone on a slow core
+    with processor_time_below(5):
+        assert len(validate(tmp_path / "d.gguf", against=folder).failures) >= 8000
 
 
 def test_validate_does_not_take_quadratic_time(tmp_path: Path) -> None:
@@ -435,12 +434,8 @@ def test_validate_does_not_take_quadratic_time(tmp_path: Path) -> None:
     tensors = [TensorData(n, t.shape, t.type, [t.data]) for n, t in file.tensors.items()]
     more = [TensorData(f"x{i}", (1,), 0, [bytes(4)]) for i in range(25000)]
     write(tmp_path / "b.gguf", file.kv, tensors + more)
-    times = [5.0]
-    while len(times) <= 3 and min(times) >= 5:  # 1.0 s on an idle slow core
-        start = time.process_time()
+    with processor_time_below(5):
         assert len(validate(tmp_path / "b.gguf").failures) > 25000
-        times.append(time.process_time() - start)
-    assert min(times) < 5
     tensors += more[:10000]
     kv = file.kv | {f"dflash.x{i}": u32(i) for i in range(10000)}
     write(tmp_path / "a.gguf", kv, tensors)
