@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,12 @@ def busy(engines: Callable[..., Engine]) -> Iterator[Served]:
     served = Served(engines("dflash.gguf", n_ctx=2048, parallel=3, prefix_cache=64 << 20))
     yield served
     served.stop()
+
+
+@pytest.fixture(autouse=True)
+def repeatable_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give requests without a seed the same ones in each run."""
+    monkeypatch.setattr(secrets, "randbits", random.Random(0).getrandbits)
 
 
 @pytest.fixture

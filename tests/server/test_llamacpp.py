@@ -249,7 +249,7 @@ def test_no_tokens_fill_the_prefix_cache(busy: Served, stream: bool) -> None:
         answer = busy.post("/completion", prompt=prompt, n_predict=0)
     assert (answer["content"], answer["stop_type"]) == ("", "limit")
     assert (answer["tokens_predicted"], answer["tokens_evaluated"]) == (0, 601)
-    again = busy.post("/completion", prompt=prompt, n_predict=2)
+    again = busy.post("/completion", prompt=prompt, n_predict=2, ignore_eos=True)
     assert (again["tokens_predicted"], again["tokens_cached"]) == (2, 512)
 
 
