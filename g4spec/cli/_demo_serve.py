@@ -31,19 +31,19 @@ def serve_and_ask(
     import httpx
 
     from g4spec.runtime.engine import Engine
-    from g4spec.server import run
+    from g4spec.server import addresses, run
     from g4spec.server.app import create_app
     from g4spec.server.service import Service
     from g4spec.server.settings import Settings
 
     with Engine.load(target, draft, n_ctx=n_ctx, parallel=2) as engine:
-        service, address = Service(engine, Settings("tiny")), run.ServerAddress(port=0)
-        listeners, ready = run.listen(address), threading.Event()
+        service, address = Service(engine, Settings("tiny")), addresses.ServerAddress(port=0)
+        listeners, ready = addresses.listen(address), threading.Event()
         server = run.create_server(create_app(service), service, address, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": listeners}, daemon=True)
         thread.start()
         ready.wait()
-        url = f"{run.url(address, listeners)}/v1/completions"
+        url = f"{addresses.url(address, listeners)}/v1/completions"
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
         response = httpx.post(url, json=body, timeout=120, trust_env=False)  # no proxy
         server.should_exit = True

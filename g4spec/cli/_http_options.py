@@ -21,10 +21,10 @@ from g4spec.errors import InputError, UsageError
 if TYPE_CHECKING:
     import socket
 
-    from g4spec.server.run import ServerAddress
+    from g4spec.server.addresses import ServerAddress
 
 Host = Annotated[
-    str, typer.Option("--host", help="Address to listen on; several are separated by commas.")
+    str, typer.Option("--host", help="Addresses or Unix sockets (*.sock), separated by commas.")
 ]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
 ApiKey = Annotated[
@@ -79,11 +79,11 @@ class HttpOptions:
 
     def address(self, out: Output) -> ServerAddress:
         """Return the address to listen on; show a warning if everybody can use the server."""
-        from g4spec.server import run
+        from g4spec.server import addresses
 
-        address = run.ServerAddress(self.hosts, self.port, self.certificate, self.key)
-        run.check_certificate(address)
-        if run.is_exposed(address) and not self.keys:
+        address = addresses.ServerAddress(self.hosts, self.port, self.certificate, self.key)
+        addresses.check_certificate(address)
+        if addresses.is_exposed(address) and not self.keys:
             hosts = ", ".join(self.hosts)
             out.note(f"everybody who can reach {hosts} can use this server: set an --api-key")
         return address
@@ -97,10 +97,10 @@ class HttpOptions:
 @contextmanager
 def listening(address: ServerAddress) -> Iterator[list[socket.socket]]:
     """Listen on all hosts of `address`; close the sockets at the end."""
-    from g4spec.server import run
+    from g4spec.server import addresses
 
     with ExitStack() as stack:
-        yield [stack.enter_context(listener) for listener in run.listen(address)]
+        yield [stack.enter_context(listener) for listener in addresses.listen(address)]
 
 
 def hosts(text: str) -> tuple[str, ...]:

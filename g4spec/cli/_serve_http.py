@@ -76,7 +76,7 @@ def serve_one(
     alias: Sequence[str],
 ) -> None:
     """Serve one target, named after its file or `alias`; `limits`: fields of `Settings`."""
-    from g4spec.server import run
+    from g4spec.server import addresses, run
     from g4spec.server.settings import Settings
 
     address = http.address(loader.out)
@@ -84,7 +84,7 @@ def serve_one(
         target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
         service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
-        note = f"{names[0]} is served at {run.url(address, listeners)}"
+        note = f"{names[0]} is served at {addresses.url(address, listeners)}"
         with service.engine:
             run.serve(service, address, listeners, lambda: loader.out.note(note), **http.access)
 
@@ -100,7 +100,7 @@ def serve_folder(
     autoload: bool,
 ) -> None:
     """Serve all targets in a folder, at most `max_loaded` of them loaded at once."""
-    from g4spec.server import run
+    from g4spec.server import addresses, run
     from g4spec.server.loaded_models import LoadedModels
     from g4spec.server.model_folder import Progress, find_models
     from g4spec.server.model_router import ModelRouter
@@ -121,9 +121,8 @@ def serve_folder(
             sleep_seconds,
         )
         n = len(found.all)
-        served = (
-            f"{n} {'model is' if n == 1 else 'models are'} served at {run.url(address, listeners)}"
-        )
+        url, models = addresses.url(address, listeners), "model is" if n == 1 else "models are"
+        served = f"{n} {models} served at {url}"
         notes = [model.draft_note() for model in found.all.values()]
 
         def ready() -> None:

@@ -7,14 +7,11 @@ import logging
 import re
 import signal
 import socket
-import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -25,9 +22,8 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.server import model_router
-from g4spec.server.addresses import is_loopback
+from g4spec.server.addresses import ServerAddress
 from g4spec.server.app import create_app
 from g4spec.server.json_response import JsonResponse
 from g4spec.server.middleware import MAX_FOLLOWERS, JsonLogFormatter
@@ -37,47 +33,14 @@ from g4spec.server.service import Service
 HEADER_LIMIT = 64 << 10
 """Maximum size of the request line and headers, in bytes."""
 
-UNREAD_SECONDS = 60
-"""Time after which a connection ends whose client accepts nothing of a response (Linux only)."""
-
 IDLE_SECONDS = 30
 """Time after which a connection ends that has no complete head of a request."""
-
 
 FILES = 128
 """Open files besides connections: sockets, pipes, model files while they are loaded."""
 
 MAX_FILES = 1 << 20
 """Largest limit of open files to set; some programs go through all numbers below it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerAddress:
-    """Hosts, port and TLS files (PEM) of the server; plain HTTP without a certificate."""
-
-    hosts: tuple[str, ...] = ("127.0.0.1",)
-    port: int = 8080
-    certificate: Path | None = None
-    key: Path | None = None
-
-
-def check_certificate(address: ServerAddress) -> None:
-    """Raise UsageError for a key without a certificate, InputError for unusable files."""
-    if address.certificate is None:
-        if address.key is not None:
-            raise UsageError("`key` needs a certificate", fix="pass it with `certificate`")
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            address.certificate, address.key, lambda: ""
-        )
-    except OSError as error:
-        files = " and ".join(map(str, filter(None, (address.certificate, address.key))))
-        raise InputError(
-            f"{files}: not a usable certificate and key for HTTPS",
-            found=error,
-            expected="PEM files of a matching certificate and key, without a password",
-        ) from None
 
 
 class HttpProtocol(H11Protocol):
@@ -283,37 +246,6 @@ def is_news(record: logging.LogRecord) -> bool:
     return not (logged or cut or isinstance(error, asyncio.CancelledError))
 
 
-def listen(address: ServerAddress) -> list[socket.socket]:
-    """Bind and return one listening socket per host, all on the same port.
-
-    Raises:
-        EnvironmentProblem: a socket cannot be bound; none is left open.
-    """
-    port, listeners = address.port, list[socket.socket]()
-    for host in address.hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            listeners.append(socket.create_server((host, port), family=family, backlog=2048))
-            # Accepted connections inherit options. asyncio sets this one only if it knows that
-            # they are of TCP, which sockets of `create_server` do not say.
-            listeners[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if sys.platform == "linux":
-                milliseconds = UNREAD_SECONDS * 1000
-                listeners[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-        except (OSError, OverflowError) as error:
-            for listener in listeners:
-                listener.close()
-            raise EnvironmentProblem(
-                f"cannot listen on {host}:{port}",
-                found=(error.strerror or str(error)).partition(" (while")[0]
-                if isinstance(error, OSError)
-                else error,
-                fix="choose another `port` or `host`",
-            ) from None
-        port = listeners[0].getsockname()[1]
-    return listeners
-
-
 def create_server(
     application: Starlette, service: Drainable, address: ServerAddress, ready: Callable[[], None]
 ) -> Server:
@@ -349,7 +281,7 @@ def serve(
     """Serve one model until a signal.
 
     Args:
-        listeners: listening sockets (`listen`).
+        listeners: listening sockets (`g4spec.server.addresses.listen`).
         ready: called once the server accepts requests.
         more: arguments of `g4spec.server.app.create_app`.
     """
@@ -371,15 +303,3 @@ def serve_models(
     raise_file_limit(MAX_FOLLOWERS)
     application = model_router.create_app(router, **more)
     create_server(application, router.models, address, ready).run(sockets=listeners)
-
-
-def is_exposed(address: ServerAddress) -> bool:
-    """Return True unless all hosts are loopback addresses."""
-    return not all(map(is_loopback, address.hosts))
-
-
-def url(address: ServerAddress, listeners: list[socket.socket]) -> str:
-    """Return the URL of the first listening socket."""
-    host, port = listeners[0].getsockname()[:2]
-    scheme = "https" if address.certificate else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

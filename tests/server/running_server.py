@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from g4spec.server import run
+from g4spec.server import addresses, run
 from g4spec.server.app import create_app
 from g4spec.server.engine_client import EngineLike
 from g4spec.server.service import Service
@@ -23,14 +23,21 @@ TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
 class Served:
     """An engine behind HTTP, until `stop`."""
 
-    def __init__(self, engine: EngineLike, settings: Settings | None = None, **more: Any) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        settings: Settings | None = None,
+        *,
+        hosts: tuple[str, ...] = ("127.0.0.1",),
+        **more: Any,
+    ) -> None:
         engine.tokenizer.template = TEMPLATE
         self.engine: Any = engine  # tests look into both kinds
         self.service = Service(engine, settings or Settings("tiny", ("small",)))
         ready = threading.Event()
-        address = run.ServerAddress(port=0)
-        self.listeners = run.listen(address)
-        self.url = run.url(address, self.listeners)
+        address = addresses.ServerAddress(hosts, port=0)
+        self.listeners = addresses.listen(address)
+        self.url = addresses.url(address, self.listeners)
         application = create_app(self.service, **more)
         self.server = run.create_server(application, self.service, address, ready.set)
         self._thread = threading.Thread(

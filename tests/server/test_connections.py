@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from g4spec.runtime.engine import Engine
-from g4spec.server import run, sse
+from g4spec.server import addresses, run, sse
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.settings import Settings
 from tests.server.running_server import Served, wait
@@ -25,7 +25,7 @@ from tests.server.running_server import Served, wait
 @pytest.fixture
 def served(engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """A server with short limits of connections."""
-    monkeypatch.setattr(run, "UNREAD_SECONDS", 1, raising=False)
+    monkeypatch.setattr(addresses, "UNREAD_SECONDS", 1)
     monkeypatch.setattr(run, "IDLE_SECONDS", 1, raising=False)
     server = Served(engines(None, parallel=2))
     yield server

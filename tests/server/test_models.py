@@ -21,7 +21,7 @@ import pytest
 from g4spec import convert
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime.engine import Engine
-from g4spec.server import middleware, run, sse
+from g4spec.server import addresses, middleware, run, sse
 from g4spec.server.loaded_models import LoadedModels
 from g4spec.server.model_folder import Load, Progress, find_models
 from g4spec.server.model_router import ModelRouter, create_app
@@ -81,15 +81,17 @@ class ModelServer:
         **more: Any,
     ) -> None:
         self.models = LoadedModels(find_models(folder), room, **more)
-        address, ready = run.ServerAddress(port=0), threading.Event()
-        listeners = run.listen(address)
+        address, ready = addresses.ServerAddress(port=0), threading.Event()
+        listeners = addresses.listen(address)
         self.router = ModelRouter(self.models, autoload=autoload)
         app = create_app(self.router, keys=keys)
         self.server = run.create_server(app, self.models, address, ready.set)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": listeners})
         self._thread.start()
         assert ready.wait(20)
-        self.http = httpx.Client(base_url=run.url(address, listeners), timeout=120, verify=False)
+        self.http = httpx.Client(
+            base_url=addresses.url(address, listeners), timeout=120, verify=False
+        )
 
     def status(self) -> dict[str, str]:
         data = self.http.get("/v1/models").json()["data"]

@@ -27,7 +27,7 @@ from g4spec.cli import _http_options, _template_options
 from g4spec.cli._serve_options import split_commas
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.runtime.engine import Engine
-from g4spec.server import middleware, response_parts, run, tokenization
+from g4spec.server import addresses, middleware, response_parts, run, tokenization
 from g4spec.server.app import create_app
 from g4spec.server.middleware import JsonLogFormatter
 from g4spec.server.service import Service
@@ -636,17 +636,18 @@ def test_health_is_green_only_while_steps_make_progress(
 
 
 def test_exposed_addresses(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not run.is_exposed(run.ServerAddress()) and not run.is_exposed(
-        run.ServerAddress(("localhost", "127.0.0.2"))
+    assert not addresses.is_exposed(addresses.ServerAddress()) and not addresses.is_exposed(
+        addresses.ServerAddress(("localhost", "127.0.0.2"))
     )
-    assert not run.is_exposed(run.ServerAddress(("::1",)))
-    assert run.is_exposed(run.ServerAddress(("0.0.0.0",))) and run.is_exposed(
-        run.ServerAddress(("::1", "my.host"))
+    assert not addresses.is_exposed(addresses.ServerAddress(("::1",)))
+    assert not addresses.is_exposed(addresses.ServerAddress(("/run/g4.sock", "127.0.0.1")))
+    assert addresses.is_exposed(addresses.ServerAddress(("0.0.0.0",))) and addresses.is_exposed(
+        addresses.ServerAddress(("::1", "my.host"))
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
-            run.listen(run.ServerAddress(port=port))
+            addresses.listen(addresses.ServerAddress(port=port))
 
 
 def test_a_template_that_does_not_compile_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -673,9 +674,9 @@ def test_options_with_commas() -> None:
 
 def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
     """A server with an IPv4 and an IPv6 host answers on both, on the same port."""
-    address = run.ServerAddress(("127.0.0.1", "::1"), port=0)
+    address = addresses.ServerAddress(("127.0.0.1", "::1"), port=0)
     try:
-        listeners = run.listen(address)
+        listeners = addresses.listen(address)
     except EnvironmentProblem:
         pytest.skip("this machine has no IPv6")
     assert len({listener.getsockname()[1] for listener in listeners}) == 1
@@ -686,7 +687,7 @@ def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
     try:
         assert ready.wait(20)
         port = listeners[0].getsockname()[1]
-        assert run.url(address, listeners) == f"http://127.0.0.1:{port}"
+        assert addresses.url(address, listeners) == f"http://127.0.0.1:{port}"
         for host in ("127.0.0.1", "[::1]"):
             assert httpx.get(f"http://{host}:{port}/health").status_code == 200
     finally:
@@ -695,9 +696,41 @@ def test_several_hosts_share_a_port(engines: Callable[..., Engine]) -> None:
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on ::1:{port}"):
-            run.listen(run.ServerAddress(("127.0.0.1", "::1"), port=port))
+            addresses.listen(addresses.ServerAddress(("127.0.0.1", "::1"), port=port))
     with socket.create_server(("127.0.0.1", port)):
         pass  # the first socket was closed again
+
+
+def test_a_unix_socket_is_served_and_removed(
+    engines: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind("g4.sock")  # nobody listens: the file of a server that was killed
+    served = Served(engines(None, parallel=2), hosts=("127.0.0.1", "g4.sock"))
+    path = tmp_path / "g4.sock"
+    try:
+        assert addresses.url(addresses.ServerAddress(), served.listeners[1:]) == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client:
+            ask = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
+            answer = client.post("http://x/v1/completions", json=ask).json()
+            assert answer["usage"]["completion_tokens"] == 2
+        assert served.http.get("/health").status_code == 200
+        with pytest.raises(EnvironmentProblem, match=r"g4\.sock: found Address already in use"):
+            addresses.listen(addresses.ServerAddress(("g4.sock",)))
+        assert path.is_socket()
+    finally:
+        served.stop()
+    assert not path.exists()
+
+
+def test_no_file_is_replaced_by_a_unix_socket(tmp_path: Path) -> None:
+    file = tmp_path / "notes.sock"
+    file.write_text("mine")
+    for host in (str(file), str(tmp_path / "no" / "g4.sock"), str(tmp_path / f"{'x' * 200}.sock")):
+        with pytest.raises(EnvironmentProblem, match="Choose another `host`"):
+            addresses.listen(addresses.ServerAddress(("127.0.0.1", host), port=0))
+    assert file.read_text() == "mine"
 
 
 def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:

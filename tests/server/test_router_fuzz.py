@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from g4spec.runtime.engine import Engine
-from g4spec.server import run
+from g4spec.server import addresses, run
 from g4spec.server.loaded_models import LoadedModels
 from g4spec.server.model_folder import Progress, find_models
 from g4spec.server.model_router import ModelRouter, create_app
@@ -40,15 +40,15 @@ def http(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[htt
     shutil.copy(family / "target.gguf", folder / "tiny.gguf")
     models, address = (
         LoadedModels(find_models(folder), open_model, max_loaded=1),
-        run.ServerAddress(port=0),
+        addresses.ServerAddress(port=0),
     )
-    listeners, ready = run.listen(address), threading.Event()
+    listeners, ready = addresses.listen(address), threading.Event()
     app = create_app(ModelRouter(models, autoload=False))
     server = run.create_server(app, models, address, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": listeners})
     thread.start()
     assert ready.wait(20)
-    with httpx.Client(base_url=run.url(address, listeners), timeout=60) as client:
+    with httpx.Client(base_url=addresses.url(address, listeners), timeout=60) as client:
         yield client
     server.should_exit = True
     thread.join(20)
