@@ -20,9 +20,11 @@ _PLAIN = {
 
 
 def usage(context: Any, params: Sequence[Any]) -> str:
-    """Return the command with its arguments: "g4spec quantize SOURCE OUT [OPTIONS]"."""
+    """Return the command with its arguments and required options: "g4spec recipe ENGINE -m MODEL
+    [OPTIONS]"."""
     names = (_placeholder(p) for p in params if is_argument(p))
-    return f"`{' '.join((context.command_path, *names, '[OPTIONS]'))}`"
+    options = (f"{p.opts[0]} {p.name.upper()}" for p in params if p.required and not is_argument(p))
+    return f"`{' '.join((context.command_path, *names, *options, '[OPTIONS]'))}`"
 
 
 def unexpected(
@@ -55,17 +57,8 @@ def missing(
     name, fix = " or ".join(absent[0].opts[:2]), meant(params, words, typed)
     if is_argument(absent[0]):
         name, fix = _placeholder(absent[0]), f"{absent[0].help} " if absent[0].help else fix
-    return UsageError(
-        f"{name} is missing",
-        expected=_usage_with(context, params),
-        fix=fix + see_help(context, fix),
-    )
-
-
-def _usage_with(context: Any, params: Sequence[Any]) -> str:
-    """Return `usage` with the required options."""
-    options = (f"{p.opts[0]} {p.name.upper()}" for p in params if p.required and not is_argument(p))
-    return usage(context, params).replace("[OPTIONS]", " ".join((*options, "[OPTIONS]")))
+    fix += see_help(context, fix)
+    return UsageError(f"{name} is missing", expected=usage(context, params), fix=fix)
 
 
 def unknown_option(context: Any, own_flags: Iterable[str], unknown: Sequence[str]) -> UsageError:
@@ -82,7 +75,10 @@ def unknown_option(context: Any, own_flags: Iterable[str], unknown: Sequence[str
             similar = f"did you mean {other}?"
         fix = f"{similar} " if similar else ""
     what = f"`{context.command_path}` has no option {' '.join(dict.fromkeys(unknown))}"
-    return UsageError(what, fix=fix + see_help(context, fix))
+    params = context.command.params
+    names_arguments = not fix and any(map(is_argument, params))
+    expected = usage(context, params) if names_arguments else None
+    return UsageError(what, expected=expected, fix=fix + see_help(context, fix))
 
 
 def unknown_command(context: Any, commands: Sequence[str], word: str) -> UsageError:

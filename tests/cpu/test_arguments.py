@@ -96,6 +96,8 @@ def test_every_spelling_of_the_number_of_tokens(
             "-m or --model is missing: expected `g4spec generate -m MODEL [OPTIONS]`",
         ),
         ("quantize a", "OUT is missing: expected `g4spec quantize SOURCE OUT [OPTIONS]`"),
+        ("quantize a -o b", "no option -o: expected `g4spec quantize SOURCE OUT [OPTIONS]`. See"),
+        ("perplexity -f x", "no option -f: expected `g4spec perplexity FILE -m MODEL [OPTIONS]`."),
         ("doctor --context 4096", "no option --context. Did you mean --ctx-size? See"),
         (
             "recipe -m 12b",
