@@ -69,7 +69,7 @@ def folder_caches(text: Mapping[str, Any]) -> tuple[CacheShape, ...]:
         raise InputError("config.json: layer_types", expected="a list", found=types)
     shared = text.get("num_kv_shared_layers") or 0
     heads = _integer(text, "num_key_value_heads")
-    full_heads = text.get("num_global_key_value_heads") or heads
+    full_heads = (text.get("attention_k_eq_v") and text.get("num_global_key_value_heads")) or heads
     head = _integer(text, "head_dim", named_models.HEAD_SLIDING)
     full_head = text.get("global_head_dim") or named_models.HEAD_FULL
     window = _integer(text, "sliding_window", 1024)

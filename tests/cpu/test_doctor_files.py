@@ -409,6 +409,7 @@ def gemma_config(size: SizeFact, per_layer: bool) -> dict[str, Any]:
         }
     else:
         raw |= {"global_head_dim": 512, "num_global_key_value_heads": size.kv_full}
+        raw["attention_k_eq_v"] = size.kv_full != size.kv_sliding
     return raw
 
 
@@ -417,6 +418,15 @@ def gemma_config(size: SizeFact, per_layer: bool) -> dict[str, Any]:
 def test_real_configurations_give_the_sizes_of_the_facts(size: SizeFact, per_layer: bool) -> None:
     got = checkpoint_folders.folder_caches(gemma_config(size, per_layer))
     assert sorted(got, key=str) == sorted(named_models.caches_of(size), key=str)
+
+
+def test_heads_of_global_layers_need_shared_keys_and_values() -> None:
+    """transformers reads `num_global_key_value_heads` only with `attention_k_eq_v`."""
+    raw = {"layer_types": ["full_attention"], "num_key_value_heads": 8}
+    raw["num_global_key_value_heads"] = 2
+    assert checkpoint_folders.folder_caches(raw) == (CacheShape(8, 512, None),)
+    raw["attention_k_eq_v"] = True
+    assert checkpoint_folders.folder_caches(raw) == (CacheShape(2, 512, None),)
 
 
 def test_gguf_metadata_of_shared_layers() -> None:
