@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from g4spec.server.schemas import Resolver, Schema
 
@@ -25,15 +26,16 @@ def members(
             found=f"{keys!r:.40} and {required!r:.40}",
         )
     by_pattern = schema.get("patternProperties", {})
+    matches = {pattern: _search(resolver, pattern) for pattern in by_pattern}
     listed = "properties" in schema or "patternProperties" in schema
     keys = {str(k): v for k, v in keys.items()}
     for name in map(str, required):
         if name not in keys:
-            matched = any(_matches(resolver, pattern, name) for pattern in by_pattern)
+            matched = any(matches[pattern](name) for pattern in by_pattern)
             keys[name] = matched or schema.get("additionalProperties", True)
     for pattern, value in by_pattern.items():
         for key in keys:
-            if _matches(resolver, pattern, key):
+            if matches[pattern](key):
                 keys[key] = {"allOf": [keys[key], value]}
     few = resolver.counts(schema, "Properties")[0] > len(keys)
     more = schema.get("additionalProperties", few or not listed)
@@ -45,10 +47,14 @@ def members(
     return keys, set(map(str, required)), others
 
 
-def _matches(resolver: Resolver, pattern: Any, key: str) -> bool:
-    """Return whether a listed key matches a pattern of `patternProperties`."""
+def _search(resolver: Resolver, pattern: str) -> Callable[[str], bool]:
+    """Return the function that tells whether a key matches a pattern of `patternProperties`.
+
+    It takes linear time. Python's `re` may take exponential time, in which the server would do
+    nothing else.
+    """
     try:
-        return re.search(str(pattern), key) is not None
-    except re.error:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern)).isinstance_python
+    except SchemaError:  # look-around and backreferences, which no grammar has, either
         resolver.unsupported("patternProperties", {"patternProperties": pattern})
-        return False
+        return lambda key: False

@@ -350,6 +350,14 @@ def test_invalid_schemas_are_refused(schema: Any) -> None:
         grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
 
 
+def test_patterns_of_keys_are_matched_in_linear_time() -> None:
+    """The server answers nothing else meanwhile; 2 to the power of 40 steps with Python's `re`."""
+    schema = {**objects(**{"a" * 40 + "!": {}}), "patternProperties": {"^(a+)+$": {}}}
+    schema["additionalProperties"] = False
+    with processor_time_below(5):
+        grammar.whole_text(MARKS, calls=[Function("f", parameters=schema)])
+
+
 def test_alternatives_that_multiply_are_refused_at_once() -> None:
     """The server answers nothing else meanwhile."""
     chain: dict[str, Any] = {
