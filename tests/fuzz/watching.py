@@ -241,6 +241,7 @@ def wants_json(argv: list[str]) -> bool:
     """Return True if `--json` is given as an option and no other output was requested."""
     places = [i for i, a in enumerate(argv) if a == "--json"]
     other = {"--help", "--version", "--"} & set(argv)
+    other |= {"help"} & set(argv[:1])
     return not other and any(argv[i - 1][:1] != "-" or argv[i - 1] in FLAGS for i in places if i)
 
 
