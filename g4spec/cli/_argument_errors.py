@@ -76,8 +76,7 @@ def unknown_option(context: Any, own_flags: Iterable[str], unknown: Sequence[str
         fix = f"{similar} " if similar else ""
     what = f"`{context.command_path}` has no option {' '.join(dict.fromkeys(unknown))}"
     params = context.command.params
-    names_arguments = not fix and any(map(is_argument, params))
-    expected = usage(context, params) if names_arguments else None
+    expected = usage(context, params) if not fix and any(map(is_argument, params)) else None
     return UsageError(what, expected=expected, fix=fix + see_help(context, fix))
 
 

@@ -121,8 +121,8 @@ def serve_folder(
             sleep_seconds,
         )
         n = len(found.all)
-        url, models = addresses.url(address, listeners), "model is" if n == 1 else "models are"
-        served = f"{n} {models} served at {url}"
+        url = addresses.url(address, listeners)
+        served = f"{n} {'model is' if n == 1 else 'models are'} served at {url}"
         notes = [model.draft_note() for model in found.all.values()]
 
         def ready() -> None:

@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 import ssl
-import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,23 +60,26 @@ def listen(address: ServerAddress) -> list[socket.socket]:
     """
     port, listeners = address.port, list[socket.socket]()
     for host in address.hosts:
+        where, fix = f"{host}:{port}", "choose another `port` or `host`"
+        if _is_path(host):
+            where, fix = host, "choose another `host`"
         try:
             if _is_path(host):
                 listeners.append(_UnixListener(host))
-                continue
-            listeners.append(_tcp_listener(host, port))
-            port = listeners[-1].getsockname()[1]
+            else:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                listeners.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
+                _set_tcp_options(listeners[-1])
+                port = listeners[-1].getsockname()[1]
         except (OSError, OverflowError) as error:
             for listener in listeners:
                 listener.close()
             raise EnvironmentProblem(
-                f"cannot listen on {host if _is_path(host) else f'{host}:{port}'}",
+                f"cannot listen on {where}",
                 found=(error.strerror or str(error)).partition(" (while")[0]
                 if isinstance(error, OSError)
                 else error,
-                fix="choose another `host`"
-                if _is_path(host)
-                else "choose another `port` or `host`",
+                fix=fix,
             ) from None
     return listeners
 
@@ -110,15 +112,13 @@ def _is_path(host: str) -> bool:
     return host.endswith(".sock")
 
 
-def _tcp_listener(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
-    # Accepted connections inherit options. asyncio sets this one only if it knows that they are
-    # of TCP, which sockets of `create_server` do not say.
+def _set_tcp_options(listener: socket.socket) -> None:
+    """Set options that accepted connections inherit."""
+    # asyncio sets this one only if it knows that they are of TCP, which sockets of
+    # `create_server` do not say.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
-    return listener
 
 
 class _UnixListener(socket.socket):
@@ -128,16 +128,12 @@ class _UnixListener(socket.socket):
     """
 
     def __init__(self, path: str) -> None:
+        if _is_abandoned(path):
+            os.unlink(path)
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self.path = os.path.abspath(path)
         try:
-            try:
-                self.bind(path)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or not _is_abandoned(path):
-                    raise
-                os.unlink(path)
-                self.bind(path)
+            self.bind(path)
         except OSError:
             super().close()
             raise
@@ -153,7 +149,7 @@ class _UnixListener(socket.socket):
 def _is_abandoned(path: str) -> bool:
     """Return True for the file of a socket that no process listens on, such as one that was
     killed."""
-    if not stat.S_ISSOCK(os.stat(path).st_mode):
+    if not Path(path).is_socket():
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(path) == errno.ECONNREFUSED

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from g4spec import cli, models
+from tests.support.processor_time import processor_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "g4spec"
@@ -251,10 +251,9 @@ def test_every_command_has_a_description() -> None:
 
 def processor_time(command: list[str]) -> tuple[float, str]:
     """Run a command and return its processor time in seconds, and its output."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = processor_seconds()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
+    return processor_seconds() - before, done.stdout
 
 
 def test_help_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

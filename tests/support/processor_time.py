@@ -10,7 +10,7 @@ ADDITIONS = 500_000
 USUAL_SECONDS = 0.025  # of that many additions on the machines that bounds were set on
 
 
-def _used() -> float:
+def processor_seconds() -> float:
     """Return the processor time of this process and of the children it has waited for."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
@@ -18,10 +18,10 @@ def _used() -> float:
 
 def _slowness() -> float:
     """Return how many times longer than usual Python takes at present, at least 1."""
-    start, total = _used(), 0
+    start, total = processor_seconds(), 0
     for i in range(ADDITIONS):
         total += i
-    return max(1.0, (_used() - start) / USUAL_SECONDS)
+    return max(1.0, (processor_seconds() - start) / USUAL_SECONDS)
 
 
 @contextmanager
@@ -32,8 +32,8 @@ def processor_time_below(seconds: float) -> Iterator[None]:
     some days.
     """
     slowness = _slowness()
-    start = _used()
+    start = processor_seconds()
     yield
-    taken = _used() - start
+    taken = processor_seconds() - start
     slowness = max(slowness, _slowness())
     assert taken < seconds * slowness, f"{taken:.2f} s; machine: {slowness:.1f} times slower"
